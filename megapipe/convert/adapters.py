@@ -106,12 +106,12 @@ def export_adapters(
     kept = next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == values[0][1].dtype)
     dtype = dtype or kept
     values = [(name, factor.to(TORCH_DTYPES[dtype])) for name, factor in values]
-    named: list[Named] = [(name, tuple(factor.shape)) for name, factor in values]
+    named: list[Named] = [(name, tuple(factor.shape), dtype) for name, factor in values]
     with fresh_folder(output) as folder:
         with create(folder / CONFIG) as file:
             text = json.dumps(_config(stored, row, adapters, named), indent=2)
             file.write((text + "\n").encode())
-        write(folder, {WEIGHTS: named}, dtype, values, tell)
+        write(folder, {WEIGHTS: named}, values, tell)
 
 
 def _of_peft(adapters: Adapters, row: Row) -> Iterator[tuple[str, Tensor]]:
@@ -150,7 +150,7 @@ def _config(stored: Any, row: Row, adapters: Adapters, named: list[Named]) -> di
     """The keys of peft's LoraConfig."""
     section = stored_lora(stored)
     start = f"base_model.model.{row.layers}."
-    inner = (name.removeprefix(start).partition(".")[2] for name, _ in named)
+    inner = (name.removeprefix(start).partition(".")[2] for name, *_ in named)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

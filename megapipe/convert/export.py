@@ -40,7 +40,7 @@ class Weights:
     model: ModelConfig
     entries: list[Entry]
     dtype: Dtype
-    """Type of the tensors."""
+    """Type of the tensors, but for buffers, which keep fp32 at least."""
     adapters: Adapters
 
     @classmethod
@@ -58,12 +58,16 @@ class Weights:
         return cls(checkpoint, model, found, dtype or model.dtype, adapters)
 
     def named(self) -> list[Named]:
-        """Names and shapes, in the order of :meth:`values`."""
+        """Names, shapes and types, in the order of :meth:`values`."""
         return [
-            pair
+            (name, shape, self.type_of(entry))
             for entry in self.entries
-            for pair in zip(entry.hf_names, entry.hf_shapes(self.model), strict=True)
+            for name, shape in zip(entry.hf_names, entry.hf_shapes(self.model), strict=True)
         ]
+
+    def type_of(self, entry: Entry) -> Dtype:
+        """The type of an entry's tensors."""
+        return "fp32" if entry.is_buffer and self.dtype != "fp64" else self.dtype
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors by name, of one global tensor after the other. Raises CheckpointError for
@@ -71,7 +75,7 @@ class Weights:
         for entry in self.entries:
             stored = self.checkpoint.read(f"{KIND}{entry.name}")
             tensor = self.adapters.merged(entry.name, stored)
-            rounded = tensor.to(TORCH_DTYPES[self.dtype])
+            rounded = tensor.to(TORCH_DTYPES[self.type_of(entry)])
             if rounded.isinf().any() and not tensor.isinf().any():
                 raise CheckpointError(
                     f"{self.checkpoint.path}: entry '{KIND}{entry.name}' has values up to "
@@ -134,8 +138,8 @@ def export(
                     f"other ids than tokenizer {name}; load {output} by PreTrainedTokenizerFast"
                 )
         _write_generation(config, name, folder)
-        planned = plan(weights.named(), weights.dtype, shard_bytes)
-        write(folder, planned, weights.dtype, weights.values(), tell)
+        planned = plan(weights.named(), shard_bytes)
+        write(folder, planned, weights.values(), tell)
 
 
 def class_of_run(checkpoint: Checkpoint, model_type: str | None) -> Row:

@@ -41,7 +41,8 @@ class HuggingFaceFolder:
         self._given = full_names(row, files.tensors)
         self._entries = {e.name: e for e in entries_in(row, model, self._given.keys())}
         self._check(model)
-        used = (name for entry in self._entries.values() for name in entry.hf_names)
+        weights = (entry for entry in self._entries.values() if not entry.is_buffer)
+        used = (name for entry in weights for name in entry.hf_names)
         dtype = widest({files.dtype(self._given[name]) for name in used})
         self.model = model.model_copy(update={"dtype": dtype})
         """The resolved model, in the type that holds all tensors without loss."""

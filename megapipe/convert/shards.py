@@ -15,21 +15,21 @@ from megapipe.convert.tensor_files import DTYPES, INDEX, SINGLE
 from megapipe.dtypes import DTYPE_BYTES, Dtype
 from megapipe.layers.parameter import TORCH_DTYPES
 
-Named = tuple[str, tuple[int, ...]]
-"""Name and shape of a tensor."""
+Named = tuple[str, tuple[int, ...], Dtype]
+"""Name, shape and type of a tensor."""
 
 
-def plan(tensors: Iterable[Named], dtype: Dtype, most: int) -> dict[str, list[Named]]:
+def plan(tensors: Iterable[Named], most: int) -> dict[str, list[Named]]:
     """The tensors of each file, of at most `most` bytes of data or a single tensor; by name, as
     transformers names them."""
     shards: list[list[Named]] = [[]]
     size = 0
-    for name, shape in tensors:
+    for name, shape, dtype in tensors:
         nbytes = prod(shape) * DTYPE_BYTES[dtype]
         if shards[-1] and size + nbytes > most:
             shards.append([])
             size = 0
-        shards[-1].append((name, shape))
+        shards[-1].append((name, shape, dtype))
         size += nbytes
     if len(shards) == 1:
         return {SINGLE: shards[0]}
@@ -42,7 +42,6 @@ def plan(tensors: Iterable[Named], dtype: Dtype, most: int) -> dict[str, list[Na
 def write(
     folder: Path,
     planned: dict[str, list[Named]],
-    dtype: Dtype,
     values: Iterable[tuple[str, Tensor]],
     tell: Callable[[str], None],
 ) -> None:
@@ -51,14 +50,16 @@ def write(
     `values` are all tensors by name, in the order of the plan, and of its shapes and type. `tell`
     is given a line after each file. Raises :class:`CheckpointError` if one cannot be written.
     """
-    format_name = next(name for name, kind in DTYPES.items() if kind == TORCH_DTYPES[dtype])
-    size, coming = DTYPE_BYTES[dtype], iter(values)
-    total = 0
+    names = {kind: name for name, kind in DTYPES.items()}
+    coming, total = iter(values), 0
     for file, tensors in planned.items():
-        rows = [(name, format_name, shape, prod(shape) * size) for name, shape in tensors]
+        rows = [
+            (name, names[TORCH_DTYPES[dtype]], shape, prod(shape) * DTYPE_BYTES[dtype])
+            for name, shape, dtype in tensors
+        ]
         with create(folder / file) as out:
             out.write(safetensors_header(rows, {}))
-            for name, shape in tensors:
+            for name, shape, dtype in tensors:
                 found, tensor = next(coming)
                 kind = (found, tuple(tensor.shape), tensor.dtype)
                 assert kind == (name, shape, TORCH_DTYPES[dtype]), (kind, name, shape)
@@ -66,7 +67,7 @@ def write(
         total += sum(nbytes for *_, nbytes in rows)
         tell(f"{file}: {len(tensors):,} tensors, {total / 1e9:,.3f} GB so far")
     if len(planned) > 1:
-        weight_map = {name: file for file, tensors in planned.items() for name, _ in tensors}
+        weight_map = {name: file for file, tensors in planned.items() for name, *_ in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         with create(folder / INDEX) as out:
             out.write((json.dumps(index, indent=2) + "\n").encode())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Stage
+from megapipe.layers.experts import Experts
 from megapipe.layers.lora_specs import Lora
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
 from megapipe.layers.policy import Span
@@ -42,6 +43,9 @@ def new_stage(
         bucket = Bucket(0, owned, Axis.alone(), torch.device("cpu"), frozen=frozen)
         for entry in bucket.entries:
             take_region(params[entry.spec.name], entry.spec, bucket.view(bucket.weights, entry))
+    for layer in module.modules():
+        if isinstance(layer, Experts) and layer.bias is not None:
+            layer.bias.copy_(params[f"layers.{layer.layer}.moe.router.bias"])
     stage = Stage(module, spans, recompute=recompute)
     stage.own_autograd_parameters()
     return stage, bucket

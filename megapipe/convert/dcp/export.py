@@ -24,6 +24,7 @@ from megapipe.convert.source import KIND
 from megapipe.dtypes import Dtype
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.hf.weights import Entry
+from megapipe.model.gpt.moe import buffers
 from megapipe.model.gpt.parameters import WORD_EMBEDDING
 
 Names = Literal["hf", "megapipe"]
@@ -57,11 +58,15 @@ def export_dcp(
     else:
         weights = _own(checkpoint, dtype)
         tied = False
-    shapes = dict(weights.named())
+    named = weights.named()
     kind = TORCH_DTYPES[weights.dtype]
     if tied:
-        shapes[head] = next(e.shape for e in weights.entries if e.name == WORD_EMBEDDING)
-    state = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape in shapes.items()}
+        shape = next(e.shape for e in weights.entries if e.name == WORD_EMBEDDING)
+        named.append((head, shape, weights.dtype))
+    state = {
+        name: torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
+        for name, shape, dtype in named
+    }
 
     def values() -> Iterator[tuple[str, Tensor]]:
         yield from weights.values()
@@ -85,15 +90,16 @@ def export_dcp(
                 planner=_Streaming(values()),
                 no_dist=True,
             )
-    tell(f"{len(shapes):,} tensors")
+    tell(f"{len(named):,} tensors")
 
 
 def _own(checkpoint: Checkpoint, dtype: Dtype | None) -> Weights:
     """The global tensors as they are, adapters beside the weights."""
     model = stored_model(checkpoint.config)
+    beside = buffers(model)
     found = [
-        Entry(name.removeprefix(KIND), stored.shape, (name.removeprefix(KIND),), "same")
-        for name, stored in checkpoint.manifest.entries.items()
+        Entry(name.removeprefix(KIND), e.shape, (name.removeprefix(KIND),), "same", name in beside)
+        for name, e in checkpoint.manifest.entries.items()
         if name.startswith(KIND)
     ]
     return Weights(

@@ -108,7 +108,7 @@ def test_from_megapipe_to_transformers_and_back(case: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt2", "llama_gqa", "llama_mqa_wide_heads", "qwen2", "mixtral", "qwen3_moe"]
+    "case", ["gpt2", "llama_gqa", "llama_mqa_wide_heads", "qwen2", "mixtral", "qwen3_moe", "dots1"]
 )
 def test_any_region_is_what_it_is_in_the_whole(case: str, tmp_path: Path) -> None:
     model = fp32(case)
@@ -181,7 +181,7 @@ def test_ranks_read_their_experts_in_either_spelling(
     ("case", "dtype"),
     [
         *(("gpt2", "fp32"), ("gpt2_untied_gelu", "bf16"), ("llama_gqa", "fp64"), ("qwen2", "fp16")),
-        *(("mixtral", "bf16"), ("qwen3_moe", "fp32")),
+        *(("mixtral", "bf16"), ("qwen3_moe", "fp32"), ("dots1", "bf16")),
     ],
 )
 def test_from_transformers_to_megapipe_and_back(case: str, dtype: str, tmp_path: Path) -> None:
@@ -189,6 +189,9 @@ def test_from_transformers_to_megapipe_and_back(case: str, dtype: str, tmp_path:
     model = fp32(case).model_copy(update={"dtype": dtype})
     torch.manual_seed(3)
     hf = class_of(model)(config_to_hf(model)).to(DTYPES[dtype])
+    for module in hf.modules():
+        if hasattr(module, "e_score_correction_bias"):  # which stays in fp32 there
+            module.e_score_correction_bias = torch.randn(8)
     hf.save_pretrained(tmp_path / "hf", max_shard_size=30_000)
     original = state_of(tmp_path / "hf")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1

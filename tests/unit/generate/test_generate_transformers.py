@@ -28,6 +28,7 @@ CASES = {
     "bloom": "bloom",
     "mixtral": "mixtral",
     "qwen3_moe": "qwen3_moe",
+    "dots1": "dots1",
 }
 """A model for each class."""
 PROMPTS = ["ab", "a longer text", "x", "ab cd"]

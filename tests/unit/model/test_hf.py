@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import (
     BloomConfig,
+    Dots1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -62,8 +63,17 @@ MODELS = {
 MIXTRAL = MODELS["mixtral"]
 
 
-def with_experts(**changes: Any) -> ModelConfig:
-    return MIXTRAL.model_copy(update={"moe": MIXTRAL.moe.model_copy(update=changes)})
+def with_experts(model: ModelConfig = MIXTRAL, **changes: Any) -> ModelConfig:
+    return model.model_copy(update={"moe": model.moe.model_copy(update=changes)})
+
+
+def of_dots1(**changes: Any) -> ModelConfig:
+    return with_experts(MODELS["dots1"], **changes)
+
+
+def dots1(**changes: Any) -> Dots1Config:
+    keys = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    return Dots1Config(**(keys | changes))
 
 
 def hf_model(model: ModelConfig) -> Any:
@@ -307,6 +317,11 @@ def test_params_of_another_model_are_refused() -> None:
             Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True),
             "num_experts_per_tok = 1, .*norm_topk_prob = True .*expected model.moe.normalise=false",
         ),
+        (dots1(n_shared_experts=None), "n_shared_experts = None: expected 1 or more"),
+        (dots1(n_group=3), "n_group = 3, .*model.moe.experts=8 is not divisible by .*groups=3"),
+        (dots1(topk_group=0), "topk_group = 0 cannot be expressed: model.moe.group_top_k = 0"),
+        (dots1(n_routed_experts=None), "n_routed_experts = None, .*it has no experts"),
+        (dots1(attention_bias=True), "attention_bias = True.* for dots1"),
         (Qwen3MoeConfig(decoder_sparse_step=0), "decoder_sparse_step = 0: expected 1 or more"),
         (
             Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=[0, 1]),
@@ -349,6 +364,10 @@ def test_unsupported_configs_are_refused(hf_config: Any, message: str) -> None:
         (with_experts(dense_first=1), {}, "model.moe.dense_first = 1 .*mixtral.*it needs 0"),
         (with_experts(normalise=False), {}, "model.moe.normalise = False .*mixtral.*needs True"),
         (with_experts(scores="sigmoid"), {}, "model.moe.scores = sigmoid .*it needs softmax"),
+        (with_experts(bias_rate=0.1), {}, "model.moe.bias_rate = 0.1 .*mixtral.*it needs None"),
+        (of_dots1(bias_rate=None), {}, "model.moe.bias_rate = None .*dots1.*it needs a number"),
+        (of_dots1(shared=20), {}, "model.moe.shared = 20 .*dots1.*a multiple of .* 12"),
+        (of_dots1(every=2), {}, "model.moe.every = 2 .*dots1.*it needs 1"),
     ],
 )
 def test_models_without_a_class_are_refused(

@@ -129,6 +129,26 @@ MIXTURES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
             "moe": MoEConfig(experts=4, ffn=20, every=2, dense_layers=[3]),
         },
     ),
+    "dots1": (
+        LLAMA,
+        {
+            "kv_heads": 4,
+            "qk_norm": True,
+            "head_dim": 8,
+            "moe": MoEConfig(
+                experts=8,
+                top_k=3,
+                ffn=12,
+                dense_first=1,
+                shared=24,
+                scores="sigmoid",
+                scale=2.5,
+                groups=4,
+                group_top_k=2,
+                bias_rate=0.0,
+            ),
+        },
+    ),
 }
 """With experts."""
 
@@ -183,4 +203,6 @@ def hf_logits_and_grads(
         losses = F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="none")
         losses[mask.flatten()].mean().backward()
     grads = {name: p.grad for name, p in hf.named_parameters()}
-    return out.detach(), from_hf(grads, model)
+    beside = {name: b for name, b in hf.state_dict().items() if name.endswith("correction_bias")}
+    found = from_hf(grads | beside, model)
+    return out.detach(), {n: g for n, g in found.items() if not n.endswith("router.bias")}

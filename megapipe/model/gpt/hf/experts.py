@@ -6,8 +6,8 @@ width of dense layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,32 +24,23 @@ TRAINING = (
 """Fields that change no output of a model."""
 
 
-class Layers(NamedTuple):
-    """Which layers have experts, and how a class' config says so."""
-
-    read: Callable[[Any], dict[str, Any]]
-    """From a class' config: fields of the section."""
-    write: Callable[[ModelConfig], dict[str, Any]]
-    misfits: Callable[[ModelConfig], Iterator[Misfit]]
-
-
-def _experts(
-    fields: Mapping[str, str], layers: Layers, width: str, fixed: Mapping[str, Any]
-) -> Part:
+def _experts(fields: Mapping[str, str], width: str, fixed: Mapping[str, Any], *parts: Part) -> Part:
     """A part of a class.
 
     Args:
         fields: its keys, by our fields of the section, whose values are the same.
-        layers: which layers have experts.
         width: the key for the width of dense layers.
-        fixed: fields that the class always has so; all others must have their defaults.
+        fixed: fields that the class always has so.
+        parts: of the section. Fields that are nowhere must have their defaults.
     """
 
     def read(config: Any) -> dict[str, Any]:
         found = {ours: getattr(config, theirs) for ours, theirs in fields.items()}
         given = {"layers": config.num_hidden_layers, "ffn_hidden": getattr(config, width)}
         try:
-            moe = MoEConfig.model_validate({**fixed, **found, **layers.read(config)})
+            for part in parts:
+                found |= part.read(config)
+            moe = MoEConfig.model_validate({**fixed, **found})
             if moe.experts is None:
                 raise ConfigError("it has no experts")
             model = ModelConfig.model_validate({**given, "moe": moe})
@@ -61,25 +52,25 @@ def _experts(
         return {"moe": moe, "ffn_hidden": model.ffn_hidden}
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        dense = {width: model.ffn_hidden}
-        return dense | {t: getattr(model.moe, o) for o, t in fields.items()} | layers.write(model)
+        keys = {width: model.ffn_hidden}
+        keys |= {theirs: getattr(model.moe, ours) for ours, theirs in fields.items()}
+        for part in parts:
+            keys |= part.write(model)
+        return keys
 
     def misfits(model: ModelConfig) -> Iterator[Misfit]:
         if model.moe.experts is None:
             yield Misfit("moe.experts", None, "a number")
             return
-        yield from layers.misfits(model)
-        for name in MoEConfig.model_fields:
-            if name in (*fields, *TRAINING, *_OF_LAYERS):
-                continue
-            wanted = fixed.get(name, _default(name))
-            if getattr(model.moe, name) != wanted:
+        for part in parts:
+            yield from part.misfits(model)
+        free = {name for part in parts for name in part.fields}.union(fields, TRAINING)
+        for name, info in MoEConfig.model_fields.items():
+            wanted = fixed.get(name, info.get_default(call_default_factory=True))
+            if name not in free and getattr(model.moe, name) != wanted:
                 yield Misfit(f"moe.{name}", getattr(model.moe, name), str(wanted))
 
     return Part(("moe", "ffn_hidden"), read, write, misfits)
-
-
-_OF_LAYERS = ("dense_first", "every", "dense_layers")
 
 
 def _told(config: Any, fields: Mapping[str, str]) -> str:
@@ -91,19 +82,6 @@ def _why(error: ValidationError | ConfigError) -> str:
         return str(error)
     first = error.errors()[0]
     return f"model.moe.{first['loc'][0]} = {first['input']!r}: {first['msg']}"
-
-
-def _default(field: str) -> Any:
-    return MoEConfig.model_fields[field].get_default(call_default_factory=True)
-
-
-def _dense_layers(model: ModelConfig) -> Iterator[Misfit]:
-    for field in _OF_LAYERS:
-        if getattr(model.moe, field) != _default(field):
-            yield Misfit(f"moe.{field}", getattr(model.moe, field), str(_default(field)))
-
-
-_ALL = Layers(lambda config: {}, lambda model: {}, _dense_layers)
 
 
 def _read_listed(config: Any) -> dict[str, Any]:
@@ -122,18 +100,53 @@ def _write_listed(model: ModelConfig) -> dict[str, Any]:
     return {"decoder_sparse_step": every, "mlp_only_layers": dense}
 
 
-def _none(model: ModelConfig) -> Iterator[Misfit]:
-    yield from ()
+_LISTED = Part(("dense_first", "every", "dense_layers"), _read_listed, _write_listed)
+"""Experts in every so many-th layer, but for those that are named."""
+
+_DENSE_FIRST = Part(
+    ("dense_first",),
+    lambda config: {"dense_first": config.first_k_dense_replace},
+    lambda model: {"first_k_dense_replace": model.moe.dense_first},
+)
 
 
-_LISTED = Layers(_read_listed, _write_listed, _none)
-"""In every so many-th layer, but for those that are named."""
+def _read_shared(config: Any) -> dict[str, Any]:
+    if not config.n_shared_experts:
+        raise ConfigError(f"n_shared_experts = {config.n_shared_experts}: expected 1 or more")
+    return {"shared": config.n_shared_experts * config.moe_intermediate_size}
+
+
+def _shared_and_ffn(model: ModelConfig) -> tuple[int, int]:
+    return model.moe.shared or 0, model.moe.ffn or 1
+
+
+def _write_shared(model: ModelConfig) -> dict[str, Any]:
+    shared, ffn = _shared_and_ffn(model)
+    return {"n_shared_experts": shared // ffn}
+
+
+def _no_multiple(model: ModelConfig) -> Iterator[Misfit]:
+    shared, ffn = _shared_and_ffn(model)
+    if not shared or shared % ffn:
+        yield Misfit("moe.shared", model.moe.shared, f"a multiple of model.moe.ffn, {ffn}")
+
+
+_SHARED = Part(("shared",), _read_shared, _write_shared, _no_multiple)
+"""The MLP beside the experts is as wide as some of them together."""
+
+
+def _not_biased(model: ModelConfig) -> Iterator[Misfit]:
+    if model.moe.bias_rate is None:
+        yield Misfit("moe.bias_rate", None, "a number, which may be 0")
+
+
+_BIASED = Part(("bias_rate",), lambda config: {"bias_rate": 0.0}, lambda model: {}, _not_biased)
+"""Experts have biases of the choice. How training moves them is no matter of the class."""
 
 _ONE_GROUP = {"groups": 1, "group_top_k": 1}
 
 MIXTRAL_EXPERTS = _experts(
     {"experts": "num_local_experts", "top_k": "num_experts_per_tok", "ffn": "intermediate_size"},
-    _ALL,
     "intermediate_size",
     _ONE_GROUP,
 )
@@ -145,7 +158,24 @@ QWEN3_EXPERTS = _experts(
         "ffn": "moe_intermediate_size",
         "normalise": "norm_topk_prob",
     },
-    _LISTED,
     "intermediate_size",
     _ONE_GROUP,
+    _LISTED,
+)
+
+DOTS1_EXPERTS = _experts(
+    {
+        "experts": "n_routed_experts",
+        "top_k": "num_experts_per_tok",
+        "ffn": "moe_intermediate_size",
+        "normalise": "norm_topk_prob",
+        "scale": "routed_scaling_factor",
+        "groups": "n_group",
+        "group_top_k": "topk_group",
+    },
+    "intermediate_size",
+    {"scores": "sigmoid"},
+    _DENSE_FIRST,
+    _SHARED,
+    _BIASED,
 )

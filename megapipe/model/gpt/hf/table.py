@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.hf.experts import MIXTRAL_EXPERTS, QWEN3_EXPERTS
+from megapipe.model.gpt.hf.experts import DOTS1_EXPERTS, MIXTRAL_EXPERTS, QWEN3_EXPERTS
 from megapipe.model.gpt.hf.parts import (
     APART_HEADS,
     APART_HEADS_OR_SHARED_OUT,
@@ -84,7 +84,7 @@ class Row:
         return any("moe" in part.fields for part in self.parts)
 
     def counterpart(self, name: str, *, in_files: bool = False) -> Tensors:
-        """The class' full names of a module of ours, in a state dict or in files."""
+        """Full names, in a state dict or in files, of a module of ours or of a buffer."""
         if not name.startswith("layers."):
             return Tensors((self.modules[name],))
         _, number, module = name.split(".", 2)
@@ -286,6 +286,24 @@ _QWEN3_MOE = replace(
     files=_EXPERTS_IN_FILES,
 )
 
+_DOTS1 = replace(
+    _QWEN3_MOE,
+    model_type="dots1",
+    config_class="Dots1Config",
+    model_class="Dots1ForCausalLM",
+    layer={
+        **_LLAMA_LAYER,
+        **_EXPERTS,
+        "moe.router.bias": Tensors(("mlp.gate.e_score_correction_bias",), whole=True),
+        "moe.shared.up": Tensors(
+            ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "stacked"
+        ),
+        "moe.shared.down": Tensors(("mlp.shared_experts.down_proj",)),
+    },
+    parts=(*_LLAMA_PARTS, APART_HEADS_OR_SHARED_OUT, WINDOWS, DOTS1_EXPERTS),
+    required={"attention_dropout": 0, "attention_bias": False},
+)
+
 _GEMMA2 = replace(
     _LLAMA,
     model_type="gemma2",
@@ -403,7 +421,7 @@ _BLOOM = Row(
 
 _ROWS = (
     *(_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA2, _GEMMA3, _NEOX, _BLOOM),
-    *(_MIXTRAL, _QWEN3_MOE),
+    *(_MIXTRAL, _QWEN3_MOE, _DOTS1),
 )
 
 TABLE = {row.model_type: row for row in _ROWS}

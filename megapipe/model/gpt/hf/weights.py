@@ -18,6 +18,7 @@ from megapipe.layers.specs import by_name
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import Arrangement, Row
+from megapipe.model.gpt.moe import buffers
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
 from megapipe.model.partition import StageSpec
 
@@ -174,6 +175,8 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     hf_names: tuple[str, ...]
     arrangement: Arrangement
+    is_buffer: bool = False
+    """It is no parameter, and keeps its type where the model's is narrower."""
 
     @property
     def way(self) -> Way:
@@ -188,27 +191,34 @@ class Entry(NamedTuple):
 
 def entries(row: Row, model: ModelConfig, *, in_files: bool = True) -> Iterator[Entry]:
     """Every global tensor of a resolved model, with those of files or of a state dict."""
-    for name, shape in _shapes(model):
-        yield _entry(row, model, name, shape, in_files=in_files)
+    for each in _tensors(model):
+        yield _entry(row, model, each, in_files=in_files)
 
 
 def entries_in(row: Row, model: ModelConfig, given: Collection[str]) -> Iterator[Entry]:
     """The same, with counterparts as those tensors are called that somebody has."""
-    for name, shape in _shapes(model):
-        found = _entry(row, model, name, shape, in_files=True)
-        other = _entry(row, model, name, shape, in_files=False)
-        yield other if any(each in given for each in other.hf_names) else found
+    for each in _tensors(model):
+        found = _entry(row, model, each, in_files=True)
+        other = _entry(row, model, each, in_files=False)
+        yield other if any(name in given for name in other.hf_names) else found
 
 
-def _shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+class _Tensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    is_buffer: bool
+
+
+def _tensors(model: ModelConfig) -> Iterator[_Tensor]:
     whole = StageSpec(embedding=True, layers=range(model.layers), head=True)
     for name, spec in by_name(stage_parameters(model, whole)).items():
-        yield name, spec.shape
+        yield _Tensor(name, spec.shape, False)
+    for name, shape in buffers(model).items():
+        yield _Tensor(name.removeprefix("model/"), shape, True)
 
 
-def _entry(
-    row: Row, model: ModelConfig, name: str, shape: tuple[int, ...], *, in_files: bool
-) -> Entry:
-    module, _, kind = name.rpartition(".")
-    tensors = row.counterpart(module, in_files=in_files)
-    return Entry(name, shape, tensors.of_kind(kind, model.moe.experts), tensors.arrangement)
+def _entry(row: Row, model: ModelConfig, of: _Tensor, *, in_files: bool) -> Entry:
+    module, _, kind = of.name.rpartition(".")
+    tensors = row.counterpart(of.name if of.is_buffer else module, in_files=in_files)
+    names = tensors.of_kind(kind, model.moe.experts)
+    return Entry(of.name, of.shape, names, tensors.arrangement, of.is_buffer)
