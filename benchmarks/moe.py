@@ -21,10 +21,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from common import Result, parser, report
 from step import OF_EXPERTS, Size, peak, times
 from torch import Tensor
+from turns import Batch, in_turns
 
 from megapipe.config import Config
 from megapipe.distributed.mesh import Grid, ParallelMesh
@@ -37,8 +37,6 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
 EXPERTS, TOP_K = 8, 2
-WARM_UP, SAME = 3, 2e-6
-"""Steps that are compared and not timed, and how far their losses may be apart, relatively."""
 
 
 def whole_step(size: Size, rounds: int) -> list[Result]:
@@ -166,30 +164,7 @@ def seconds_of_two(world: World, size: Size, rounds: int) -> list[list[float]]:
     mesh = world.mesh(Grid(dp=2))
     split = ParallelMesh(Grid(dp=2, ep=2), device=mesh.device, timeout_s=60.0)
     steps = [new_step(size, each) for each in (mesh, split)]
-    generator = torch.Generator().manual_seed(0)
-    shape = (WARM_UP, 2 * size.batch, size.sequence + 1)
-    tokens = torch.randint(size.vocab, shape, generator=generator)
-    mask = torch.ones(size.batch, size.sequence, dtype=torch.bool)
-
-    def train(step: TrainStep, i: int) -> float:
-        def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-            batch = tokens[i % WARM_UP, [index % (2 * size.batch) for index in indices]]
-            return batch[:, :-1], batch[:, 1:], mask
-
-        (result,) = step.train(i, rows)
-        return result.loss
-
-    for i in range(WARM_UP):
-        losses = [train(step, i) for step in steps]
-        assert max(losses) - min(losses) <= SAME * losses[0], f"step {i}: losses {losses}"
-    seconds: list[list[float]] = [[], []]
-    for i in range(rounds):
-        for side in (0, 1) if i % 2 else (1, 0):
-            dist.barrier()
-            start = time.perf_counter()
-            train(steps[side], WARM_UP + i)
-            seconds[side].append(time.perf_counter() - start)
-    return seconds
+    return in_turns(steps, Batch(size.vocab, 2 * size.batch, size.batch, size.sequence), rounds)
 
 
 def two_processes(size: Size, rounds: int) -> Result:

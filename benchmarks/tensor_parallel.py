@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from common import Result, parser, report
+from turns import Batch, in_turns
 
 from megapipe.config import Config
 from megapipe.distributed.mesh import Grid, ParallelMesh
@@ -28,8 +26,6 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
 TP, VOCABULARY = 2, 4096
-WARM_UP, SAME = 3, 2e-6
-"""Steps that are compared and not timed, and how far their losses may be apart, relatively."""
 
 
 class Size(NamedTuple):
@@ -79,31 +75,7 @@ def times(world: World, size: Size, rounds: int) -> list[list[float]]:
     mesh = world.mesh(Grid(tp=TP))
     steps = [new_step(size, mesh, side) for side in SIDES]
     samples = size.microbatch * size.microbatches
-    generator = torch.Generator().manual_seed(0)
-    shape = (WARM_UP, samples, size.sequence + 1)
-    tokens = torch.randint(VOCABULARY, shape, generator=generator)
-    mask = torch.ones(size.microbatch, size.sequence, dtype=torch.bool)
-
-    def train(step: TrainStep, i: int) -> float:
-        def rows(indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            batch = tokens[i % WARM_UP, [index % samples for index in indices]]
-            return batch[:, :-1], batch[:, 1:], mask
-
-        (result,) = step.train(i, rows)
-        return result.loss
-
-    for i in range(WARM_UP):
-        losses = [train(step, i) for step in steps]
-        assert max(losses) - min(losses) <= SAME * losses[0], f"step {i}: losses {losses}"
-    seconds: list[list[float]] = [[] for _ in SIDES]
-    for i in range(rounds):
-        for turn in range(len(SIDES)):
-            side = (i + turn) % len(SIDES)
-            dist.barrier()
-            start = time.perf_counter()
-            train(steps[side], WARM_UP + i)
-            seconds[side].append(time.perf_counter() - start)
-    return seconds
+    return in_turns(steps, Batch(VOCABULARY, samples, size.microbatch, size.sequence), rounds)
 
 
 def measure(size: Size, rounds: int) -> Iterator[Result]:

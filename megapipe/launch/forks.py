@@ -212,7 +212,7 @@ def _run(signals: Any) -> None:
     except KeyboardInterrupt:
         os._exit(130)
     except SystemExit as end:
-        os._exit(end.code if isinstance(end.code, int) else 1)
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 @contextlib.contextmanager

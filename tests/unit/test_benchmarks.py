@@ -31,10 +31,11 @@ SHARED = (
     "pipelines.py",
     "plain_gpt.py",
     "token_indices.py",
+    "turns.py",
 )
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 LONG = (
-    *("bubble", "checkpoints", "data", "engine_overhead", "gpu_ladder", "memory", "peers"),
+    *("bubble", "checkpoints", "data", "engine_overhead", "gpu_ladder", "memory", "moe", "peers"),
     *("post_validation", "scale", "staleness", "state_precision", "step", "streams"),
     *("tensor_parallel", "zero"),
 )
