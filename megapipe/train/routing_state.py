@@ -19,6 +19,7 @@ from megapipe.checkpoint.writer import Piece
 from megapipe.layers.experts import Experts
 from megapipe.layers.moe_specs import bias_name, counts_name
 from megapipe.model.interface import StageModule
+from megapipe.ops.transfer import to_device
 from megapipe.train.checkpoint_io import Weights
 from megapipe.train.routing import by_layer
 
@@ -100,6 +101,7 @@ class RoutingState:
         """Give the layers here theirs."""
         for module in self._layers:
             if module.bias is not None:
-                module.bias.copy_(self.biases[module.layer])
+                module.bias.copy_(to_device(self.biases[module.layer], module.bias.device))
             if module.last is not None:
-                module.last.copy_(self.counts[module.layer].unsqueeze(0))
+                counts = self.counts[module.layer].unsqueeze(0)
+                module.last.copy_(to_device(counts, module.last.device))

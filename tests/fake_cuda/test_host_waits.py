@@ -125,6 +125,7 @@ EXPERTS = [
     Case(moe="shared, gated", activations="full", m=2, layers=2),
     Case(dp=2, ep=2, moe="capacity, position", layers=2),
     Case(tp=2, sequence_parallel=True, etp=2, moe="groups", layers=4, m=2),
+    Case(moe="step", layers=2, m=2),
     replace(PIPELINE, moe="residual", layers=4),
 ]
 

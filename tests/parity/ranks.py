@@ -59,7 +59,7 @@ def as_gpipe(like: Schedule) -> Schedule:
 def values_of(step: TrainStep) -> dict[str, Parts]:
     """What this rank alone answers for, what routers keep among the weights."""
     values = own_values(step.optimizer)
-    values["model"] += kept_by_routers(step)
+    values.setdefault("model", []).extend(kept_by_routers(step))
     return values
 
 
