@@ -28,10 +28,10 @@ from turns import Batch, in_turns
 
 from megapipe.config import Config
 from megapipe.distributed.mesh import Grid, ParallelMesh
-from megapipe.layers.expert_rows import grouped_product
 from megapipe.layers.experts import ExpertsTask
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.resolve import resolve
+from megapipe.ops.grouped import loop_product
 from megapipe.ops.weight_grad import torch_accumulate
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
@@ -95,18 +95,17 @@ def products(shape: Shape, rounds: int, *, zipf: bool) -> list[Result]:
         weight = torch.nn.Parameter(torch.randn(EXPERTS, length, width))
         weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
         whole, total = torch.randn(length, width), torch.zeros(length, width)
-        y, grad_x = torch.empty_like(grad), torch.empty_like(x)
         forward = weight.detach().transpose(1, 2)
         task = ExpertsTask(weight, None, x, grad, ends, torch_accumulate)
 
         ours += [
-            partial(grouped_product, x, forward, ends, y),
-            partial(grouped_product, grad, weight.detach(), ends, grad_x),
+            partial(loop_product, x, forward, ends),
+            partial(loop_product, grad, weight.detach(), ends),
             task.run,
         ]
         dense += [
-            partial(torch.mm, x, whole.t(), out=y),
-            partial(torch.mm, grad, whole, out=grad_x),
+            partial(torch.mm, x, whole.t()),
+            partial(torch.mm, grad, whole),
             partial(total.addmm_, grad.t(), x),
         ]
         of_weights.append(task.run)

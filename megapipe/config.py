@@ -271,6 +271,10 @@ class KernelsConfig(Section):
     weight_grad: Literal["auto", "torch", "fused", "apex"] = "auto"
     """Weight gradients in bf16 and fp16 on a GPU: torch's GEMM and a sum into the fp32 main
     gradient (torch), or both at once by torch (fused) or NVIDIA apex."""
+    experts: Literal["auto", "loop", "grouped"] = "auto"
+    """Products of experts in F and I: one after the other (loop), or all in one kernel of torch
+    (grouped), which is auto on a GPU in bf16. W adds the gradients of each expert by `weight_grad`,
+    which keeps them in fp32."""
     optimizer: Literal["auto", "torch", "apex"] = "auto"
     """The update of adamw and adam: torch's fused kernel or NVIDIA apex's."""
     compile: bool = False

@@ -11,7 +11,7 @@ sums are always the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -158,19 +158,3 @@ class Dispatch(NamedTuple):
         width = prod(rows.shape[1:])
         sent, received = ([width * n for n in numbers] for numbers in (sends, receives))
         return all_to_all(rows.flatten(), sent, received, self.ep).view(-1, *rows.shape[1:])
-
-
-def each_expert(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, with their rows."""
-    start = 0
-    for expert, end in enumerate(ends):
-        if end > start:
-            yield expert, slice(start, end)
-        start = end
-
-
-def grouped_product(x: Tensor, weight: Tensor, ends: Sequence[int], out: Tensor) -> Tensor:
-    """Rows x [rows, in] by the matrix [in, out] of their expert, into `out`."""
-    for expert, rows in each_expert(ends):
-        torch.mm(x[rows], weight[expert], out=out[rows])
-    return out

@@ -24,13 +24,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from megapipe.layers import routing as route
-from megapipe.layers.expert_rows import (
-    Dispatch,
-    Rows,
-    count_rows,
-    each_expert,
-    grouped_product,
-)
+from megapipe.layers.expert_rows import Dispatch, Rows, count_rows
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.parameter import Sharding, new_parameter
@@ -39,6 +33,7 @@ from megapipe.layers.routing_noise import TokenNoise
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.token_shards import TokenShards
 from megapipe.layers.weight_grad import add_product, main_grad
+from megapipe.ops.grouped import each_expert
 from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 
 Activation = Callable[[Tensor], Tensor]
@@ -205,8 +200,7 @@ class Experts(nn.Module):
 
     def widen(self, x: Tensor, ends: Sequence[int]) -> Tensor:
         """The first product of rows [rows, h]: [rows, (2) f]."""
-        wide = x.new_empty(len(x), self.up[0].numel() // x.shape[-1])
-        grouped_product(x, self.up.flatten(1, -2).transpose(1, 2), ends, wide)
+        wide = self.sharding.kernels.experts(x, self.up.flatten(1, -2).transpose(1, 2), ends)
         if self.up_bias is not None:
             for expert, here in each_expert(ends):
                 wide[here] += self.up_bias[expert].flatten()
@@ -214,8 +208,7 @@ class Experts(nn.Module):
 
     def narrow(self, inner: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
         """The second product of weighted activations [rows, f]: [rows, h]."""
-        y = inner.new_empty(len(inner), self.down.shape[1])
-        grouped_product(inner, self.down.transpose(1, 2), ends, y)
+        y = self.sharding.kernels.experts(inner, self.down.transpose(1, 2), ends)
         if self.down_bias is not None and self.first:
             for expert, here in each_expert(ends):
                 y[here] += weight[here].unsqueeze(1).to(y.dtype) * self.down_bias[expert]
@@ -263,7 +256,8 @@ class _ExpertsFunction(Function):
         rows, tokens = Rows(order, slots, ctx.total), x.detach().flatten(0, 1)
         dispatch: Dispatch = ctx.dispatch._replace(order=arrival)
         ends = dispatch.ends
-        queue, accumulate = layer.sharding.queue, layer.sharding.kernels.accumulate
+        queue, kernels = layer.sharding.queue, layer.sharding.kernels
+        accumulate = kernels.accumulate
         routing, ids = layer.routing, route.experts_of(choice)
         p = route.scores(logits, routing)
         if weight is None:
@@ -274,7 +268,7 @@ class _ExpertsFunction(Function):
             wide = wide.detach().requires_grad_()
             plain = layer.activation(wide)  # [rows, f]
         inner = (plain.detach() * weight.unsqueeze(1)).to(x.dtype)
-        grad_inner = grouped_product(grad_y, layer.down, ends, torch.empty_like(inner))
+        grad_inner = kernels.experts(grad_y, layer.down, ends)
         of_weight = (grad_inner * plain.detach()).sum(-1, dtype=layer.dtype)
         if layer.down_bias is not None and layer.first:
             for expert, own in each_expert(ends):
@@ -283,8 +277,7 @@ class _ExpertsFunction(Function):
         grad_plain = (grad_inner * weight.unsqueeze(1)).to(x.dtype)
         (grad_wide,) = torch.autograd.grad(plain, wide, grad_plain)
 
-        grad_x = x.new_empty(len(grad_wide), x.shape[-1])
-        grouped_product(grad_wide, layer.up.flatten(1, -2), ends, grad_x)
+        grad_x = kernels.experts(grad_wide, layer.up.flatten(1, -2), ends)
         here = rows.gather(tokens) if here is None else here
         queue.put(ExpertsTask(layer.up, layer.up_bias, here, grad_wide, ends, accumulate))
         grad_x = dispatch.back(grad_x)

@@ -202,6 +202,8 @@ class KernelNeeds(NamedTuple):
     rotary: bool = False
     loss: bool = False
     """That of a loss in chunks."""
+    experts: tuple[int, ...] = ()
+    """Widths of the rows of products that experts have each their own matrix for."""
 
 
 Feature = Literal[

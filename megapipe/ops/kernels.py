@@ -12,6 +12,7 @@ from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.block_attention import BlockKernel
 from megapipe.ops.compiler import Compiler
+from megapipe.ops.grouped import GroupedKernel, loop_product
 from megapipe.ops.loss import LossKernel, TorchLoss
 from megapipe.ops.norm import NormKernel, torch_norm
 from megapipe.ops.probe import Choice
@@ -53,6 +54,7 @@ class Kernels:
     loss: LossKernel = field(default_factory=TorchLoss)
     """Of a loss in chunks."""
     accumulate: AccumulateKernel = torch_accumulate
+    experts: GroupedKernel = loop_product
     adam: AdamKernel = torch_adam
     compiler: Compiler | None = None
     """The compiler of the blocks, if there is one."""

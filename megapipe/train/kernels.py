@@ -16,7 +16,7 @@ from megapipe.errors import LaunchError, MegapipeError
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import KernelNeeds
-from megapipe.ops import adam, attention_choice, loss, norm, rotary, swiglu, weight_grad
+from megapipe.ops import adam, attention_choice, grouped, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.attention import AttentionKernel
 from megapipe.ops.attention_choice import Attended, torch_choice
 from megapipe.ops.block_attention import BlockKernel, Explicit
@@ -96,6 +96,9 @@ def select_kernels(
         found["norm"] = choose("norm", wanted.norm, norms)
     products = weight_grad.candidates(device=device, dtype=dtype)
     found["accumulate"] = choose("weight_grad", wanted.weight_grad, products)
+    if needs.experts:
+        of_experts = grouped.candidates(device=device, dtype=dtype, widths=needs.experts)
+        found["experts"] = choose("experts", wanted.experts, of_experts)
     if needs.rotary:
         turns = rotary.candidates(device=device, dtype=dtype, compiled=wanted.compile)
         found["rotary"] = choose("rotary", wanted.rotary, turns)

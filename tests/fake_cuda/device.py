@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.fake_cuda import attention
+from tests.fake_cuda import attention, grouped
 
 CLOCK_HZ = 2e9
 """Of ``torch.cuda._sleep``."""
@@ -84,7 +84,7 @@ def install(library: Path) -> Device:
     _install_streams(cuda)
     _install_memory(cuda, device)
     _install_random(cuda, device)
-    kernels.append(attention.install())
+    kernels.extend((attention.install(), grouped.install()))
     installed.append(device)
     return device
 

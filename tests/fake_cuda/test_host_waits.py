@@ -126,6 +126,7 @@ EXPERTS = [
     Case(dp=2, ep=2, moe="capacity, position", layers=2),
     Case(tp=2, sequence_parallel=True, etp=2, moe="groups", layers=4, m=2),
     Case(moe="step", layers=2, m=2),
+    Case(moe="groups", layers=2, m=2, dtype="bf16", grouped=True),
     replace(PIPELINE, moe="residual", layers=4),
 ]
 

@@ -27,6 +27,7 @@ CASES = [
     Case(dp=2, zero=3, prefetch=0, dtype="fp16", loss_scale=2.0**10),
     Case(cp=2, model="llama", kv_heads=2, masked=0.3),
     Case(pp=2, m=4, moe="top 2", masked=0.3),
+    Case(moe="groups", dtype="bf16"),
     Case(cp=2, context="ulysses", masked=0.3, activations="full, attention kept"),
     Case(cp=2, model="capped", documents=True, masked=0.3, sequence=12),
     Case(pp=2, m=3, documents=True, activations="full, attention kept", sequence=12),

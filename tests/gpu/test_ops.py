@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.errors import ConfigError
-from megapipe.ops import adam, loss, norm, rotary, swiglu, weight_grad
+from megapipe.ops import adam, grouped, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.attention_choice import Attended, candidates, torch_choice
@@ -180,6 +180,22 @@ def test_swiglu(dtype: torch.dtype) -> None:
     usual, exact = (run(swiglu.torch_swiglu, precision) for precision in (dtype, torch.float64))
     assert_as_good(run(kernel, dtype), usual, exact)
     assert both.equal(kept), "its backward writes into copies only"
+
+
+@pytest.mark.parametrize("ends", [(2048, 2048, 2049, 4096), (0, 0, 0, 512), (128, 256, 384, 512)])
+def test_products_of_experts(ends: tuple[int, ...]) -> None:
+    offered = grouped.candidates(device=DEVICE, dtype=torch.bfloat16, widths=[256, 704])
+    choice = choose("experts", "auto", offered)
+    assert choice.name == "grouped"
+    torch.manual_seed(0)
+    for width, length in ((256, 704), (704, 256)):
+        x = torch.randn(ends[-1], width, device=DEVICE).bfloat16()
+        weight = torch.randn(len(ends), length, width, device=DEVICE).bfloat16()
+        for matrices in (weight.transpose(1, 2), weight.transpose(1, 2).contiguous()):
+            found = choice.kernel(x, matrices, ends)
+            usual = grouped.loop_product(x, matrices, ends)
+            exact = grouped.loop_product(x.double(), matrices.double(), ends)
+            assert_as_good([found], [usual], [exact])
 
 
 @pytest.mark.parametrize("name", ["apex", "fused", "torch"])

@@ -83,6 +83,8 @@ class Case:
     """Of MOE: layers with experts."""
     ep: int = 1
     etp: int = 1
+    grouped: bool = False
+    """One kernel for the products of all experts."""
     lora: str | None = None
     """Adapters are trained, beside the layers of that name in ADAPTED."""
     model: str = "gpt2"
@@ -197,6 +199,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "loss_chunk": case.loss_chunk,
                 "compile": case.compile,
                 "overlap": case.overlap,
+                "experts": "grouped" if case.grouped else "auto",
             },
             "data": {"document_mask": case.documents},
             "optimizer": {

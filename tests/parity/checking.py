@@ -267,8 +267,7 @@ def check_copies(
 ) -> None:
     """Every copy of a weight that a rank computes with is the master, or the weight ahead of it,
     in the model's type."""
-    dtype = reference.COMPUTE_DTYPES[case.dtype]
-    rounded = {name: master.to(dtype).double() for name, master in masters.items()}
+    rounded = {n: w.double() for n, w in reference.as_computed(masters, case.dtype).items()}
     for name, box, found in itertools.chain.from_iterable(copies):
         wanted = rounded[name][box.inside(whole(tuple(rounded[name].shape)))]
         assert torch.from_numpy(found).equal(wanted), (

@@ -110,7 +110,7 @@ def of_tokens(
     noise: reference.Noise | None,
 ) -> Tensor:
     """Losses [b, s], computed in `dtype`, in fp64."""
-    weights = {name: p.to(reference.COMPUTE_DTYPES[dtype]) for name, p in params.items()}
+    weights = reference.as_computed(params, dtype)
     with torch.no_grad():
         return reference.token_losses(weights, model, tokens, labels, end, noise).double()
 
@@ -225,6 +225,7 @@ def first_weights(case: Case) -> Params:
     """What the masters of a case begin with, and frozen weights in the model's type; fp64."""
     config = settings(case)
     params = reference.init_random(config.model, seed=3, lora=config.lora)
-    kept = torch.bfloat16 if case.master == "none" else reference.MASTER_DTYPES[case.dtype]
-    learning, frozen = reference.trained(params), reference.COMPUTE_DTYPES[case.dtype]
-    return {n: p.to(kept if n in learning else frozen).double() for n, p in params.items()}
+    master = torch.bfloat16 if case.master == "none" else reference.MASTER_DTYPES[case.dtype]
+    begun = reference.as_computed(params, case.dtype)
+    begun |= {name: params[name].to(master) for name in reference.trained(params)}
+    return {name: weight.double() for name, weight in begun.items()}

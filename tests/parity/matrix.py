@@ -113,6 +113,7 @@ ELSEWHERE = {
     "clip_scope": "test_streams",
     "overlap": "changes no bit: test_overlap",
     "swap": "test_schedules",
+    "grouped": "a kernel: test_moe",
     "loss_scale": "one at which fp16 does not overflow; dynamic ones: test_fp16",
     "steps": "many: test_parity",
     "layers": "follows from the number of stages",

@@ -143,6 +143,13 @@ def trained(names: Iterable[str]) -> list[str]:
     return [name for name in names if ".lora_" in name] or names
 
 
+def as_computed(params: Mapping[str, Tensor], dtype: str) -> Params:
+    """Weights in the type that a model of `dtype` computes with; what routers keep in that of
+    masters."""
+    compute, master = COMPUTE_DTYPES[dtype], MASTER_DTYPES[dtype]
+    return {name: p.to(master if kept(name) else compute) for name, p in params.items()}
+
+
 def init_random(
     model: ModelConfig,
     seed: int,
@@ -284,8 +291,8 @@ def loss_and_grads(
     micro-batch, by default all.
     """
     told = Told(len(batch[0])) if told is None else told
-    compute, master = COMPUTE_DTYPES[model.dtype], MASTER_DTYPES[model.dtype]
-    given = {name: p.detach().to(compute) for name, p in params.items()}
+    master = MASTER_DTYPES[model.dtype]
+    given = as_computed({name: p.detach() for name, p in params.items()}, model.dtype)
     leaves = {name: given[name].requires_grad_() for name in trained(given)}
     value = loss(given, model, *batch, end, noise, told)
     objective = sum(told.terms, value)

@@ -19,7 +19,7 @@ from megapipe.model.gpt import checks, traffic
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
 from megapipe.model.gpt.lora import adapter_flops, with_adapters
-from megapipe.model.gpt.moe import buffers, unused_parameters
+from megapipe.model.gpt.moe import buffers, row_widths, unused_parameters
 from megapipe.model.gpt.moe_traffic import routing_traffic, rows_traffic
 from megapipe.model.gpt.parameters import known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
@@ -259,6 +259,7 @@ class GPT(Family):
             gate=model.activation == "swiglu",
             rotary=model.positions == "rotary",
             loss=self.conditions.loss_chunk > 0,
+            experts=row_widths(model, self.conditions.etp),
         )
 
     def build(self, stage: StageSpec, sharding: Sharding) -> GPTStage:

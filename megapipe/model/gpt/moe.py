@@ -68,6 +68,15 @@ def buffers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {bias_name(layer): (moe.experts,) for layer in layers}
 
 
+def row_widths(model: ModelConfig, etp: int) -> tuple[int, ...]:
+    """Of the inputs and outputs of experts' products, whose width is split over `etp` ranks."""
+    if model.moe.experts is None:
+        return ()
+    assert model.moe.ffn is not None
+    inner = model.moe.ffn // etp
+    return tuple(sorted({model.hidden, inner, inner * (2 if model.gated else 1)}))
+
+
 def unused_parameters(model: ModelConfig) -> int:
     """Parameters of a layer's experts that a token does not meet."""
     moe = model.moe

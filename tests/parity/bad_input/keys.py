@@ -310,6 +310,8 @@ KERNELS = [
         ("kernels.norm=apex", "expected auto")),
     Bad("kernels.swiglu of another model", "kernels.swiglu=liger", 2,
         ("kernels.swiglu=liger is for model.activation=swiglu", "expected auto")),
+    Bad("kernels.experts of another model", "kernels.experts=grouped", 2,
+        ("kernels.experts=grouped is for model.moe.experts", "expected auto")),
     Bad("kernels.loss_chunk is negative", "kernels.loss_chunk=-1", 2,
         ("kernels.loss_chunk=-1: expected a whole number >= 0, or null",)),
     Bad("kernels.compile with selective",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.errors import ConfigError
-from megapipe.ops import adam, norm, swiglu, weight_grad
+from megapipe.ops import adam, grouped, norm, swiglu, weight_grad
 from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.ops.probe import Choice, choose
 from tests.unit.ops.fakes import (
@@ -198,3 +198,37 @@ def test_fp64_updates_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     apex_adam(monkeypatch)
     choice = choose("optimizer", "auto", adam.candidates(device=CPU, dtype=torch.float64))
     assert str(choice) == "optimizer torch (apex: updates in fp32, and the model is fp64)"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ends", [(7,), (0, 7, 7, 30), (3, 3), (0, 0, 0)])
+def test_grouped_products(ends: tuple[int, ...], dtype: torch.dtype) -> None:
+    candidates = grouped.candidates(device=CPU, dtype=dtype, widths=[16, 24])
+    assert choose("experts", "auto", candidates).name == "loop"
+    kernel = choose("experts", "grouped", candidates).kernel
+    x, weight = torch.randn(ends[-1], 16).to(dtype), torch.randn(len(ends), 24, 16).to(dtype)
+    for rows, matrices in ((x, weight.transpose(1, 2)), (x.repeat(1, 3)[:, :24], weight)):
+        starts = (0, *ends)
+        alone = [rows[a:b] @ w for a, b, w in zip(starts, ends, matrices, strict=False)]
+        for product in (kernel, grouped.loop_product):
+            torch.testing.assert_close(product(rows, matrices, ends), torch.cat(alone))
+
+
+def test_where_products_are_not_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def grouped_products(widths: list[int], dtype: torch.dtype) -> Choice[grouped.GroupedKernel]:
+        candidates = grouped.candidates(device=CPU, dtype=dtype, widths=widths)
+        return choose("experts", "grouped", candidates)
+
+    assert grouped_products([16, 4], torch.float32).kernel is grouped.grouped_product
+    with pytest.raises(ConfigError, match=r"experts=grouped: needs rows of multiples of 16 b"):
+        grouped_products([16, 4], torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"computes in fp32, and the model is fp64"):
+        grouped_products([16], torch.float64)
+    monkeypatch.setattr(
+        grouped, "grouped_product", lambda x, w, ends: grouped.loop_product(x, w.flip(0), ends)
+    )
+    with pytest.raises(ConfigError, match=r"result 0 of its self-check is "):
+        grouped_products([16], torch.float32)
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    with pytest.raises(ConfigError, match=r"has no grouped_mm; expected auto"):
+        grouped_products([16], torch.float32)

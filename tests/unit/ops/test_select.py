@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.config import Config
+from megapipe.config import Config, KernelsConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
@@ -41,6 +41,21 @@ def test_the_cpus_banner() -> None:
     assert banner(config(kernels={"attention": "math", "norm": "torch"})).startswith(
         "kernels: attention math (as configured), norm torch (as configured), "
     )
+
+
+def test_products_of_experts() -> None:
+    experts = {"experts": 4, "ffn": 128}
+    chosen = banner(config(model={"moe": experts}, kernels={"experts": "grouped"}))
+    assert ", experts grouped (as configured), " in chosen
+    assert ", experts loop, " in banner(config(model={"moe": experts}))
+    split = config(model={"moe": experts | {"ffn": 36}})
+    with pytest.raises(ConfigError, match=r"needs rows of multiples of 16 bytes, not 72"):
+        select_kernels(
+            split.model_copy(update={"kernels": KernelsConfig(experts="grouped")}),
+            family_of(split).kernels,
+            CPU,
+            torch.bfloat16,
+        )
 
 
 def test_what_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
