@@ -370,6 +370,9 @@ class LogConfig(Section):
     for ui.perfetto.dev and a picture, each with the simulation next to it, go to
     `timeline/` in the run folder. Steps that the run does not come to are left out with a note.
     Without a flush (pipeline.weights) the steps beside each are recorded too."""
+    experts_every: int = Field(100, ge=0)
+    """Steps after which log.jsonl has how often each expert of each layer was chosen, as it has of
+    the last step; `megapipe experts show` draws it. 0: never."""
     samples: bool = False
     """Write which samples each step takes to `samples/` in the run folder;
     `python -m megapipe.observe.samples FOLDER` checks that each was taken once, over any number of

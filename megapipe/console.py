@@ -19,6 +19,10 @@ COMMANDS = {
     ),
     "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
     "context": ("megapipe.plan.commands", "attention over split positions: costs, drawings"),
+    "experts": (
+        "megapipe.plan.expert_commands",
+        "layers with experts: costs of their exchanges, choices of a run",
+    ),
     "prepare-data": ("megapipe.data.commands", "texts to token files, and token files to others"),
     "convert": ("megapipe.convert.commands", "models to Hugging Face's form and back"),
     "checkpoint": (

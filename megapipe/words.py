@@ -38,6 +38,19 @@ def plural(noun: str, number: int) -> str:
     return f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
 
 
+def table(rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Cells in columns, the first so many of them aligned to the left and the others to the
+    right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
 def choices(name: str, size: int, near: int) -> str:
     """The values of `name` that divide `size`, the eight nearest to `near`."""
     divisors = [d for d in range(1, min(size, 4096) + 1) if size % d == 0]

@@ -52,9 +52,13 @@ def _obstacle(config: Config, tuples: bool) -> str | None:
 def speed(config: Config, neighbours: int) -> float:
     """GB/s of the slowest link in groups of `neighbours` neighbouring processes."""
     parallel = config.parallel
-    alone = processes(config) <= parallel.per_node
-    within = alone or parallel.per_node % neighbours == 0
-    return parallel.node_gb_s if within else parallel.network_gb_s
+    return parallel.node_gb_s if in_nodes(config, neighbours) else parallel.network_gb_s
+
+
+def in_nodes(config: Config, neighbours: int) -> bool:
+    """Whether each group of so many neighbouring processes is on one node."""
+    per_node = config.parallel.per_node
+    return processes(config) <= per_node or per_node % neighbours == 0
 
 
 def processes(config: Config) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -38,6 +38,13 @@ class RoutingRecord:
     """Experts of all layers that no token has chosen."""
     largest_bias: float | None = None
     """The largest size of a bias after the step; None where there are none."""
+    counts: Mapping[int, Sequence[int]] | None = None
+    """By layer the choices of each expert, dropped ones too, in the steps of
+    ``log.experts_every``."""
+
+    def numbers(self) -> dict[str, float | None]:
+        """Those of all layers together, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "counts"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class StepRecord:
             "slowest/score": self.slowest_score,
         }
         if self.routing is not None:
-            named |= {f"experts/{name}": value for name, value in asdict(self.routing).items()}
+            named |= {f"experts/{name}": value for name, value in self.routing.numbers().items()}
         for name, source in (self.sources or {}).items():
             if not math.isnan(source.loss):
                 named[f"source/{name}/loss"] = source.loss

@@ -122,3 +122,8 @@ def size_text(count: float | Fraction) -> str:
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]
     return f"{size:.3g} {units[0]}"
+
+
+def milliseconds(seconds: float) -> str:
+    """A number of three digits, or whole."""
+    return f"{1000 * seconds:,.0f}" if seconds >= 0.1 else f"{1000 * seconds:.3g}"

@@ -141,13 +141,13 @@ def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float],
         own = {stage: list(group) for stage, group in groupby(buckets, key=lambda b: b.stage)}
         tied = own.pop(layout.stages, None)
         for stage, group in own.items():
-            both = [_exchanged(config, layout, bucket) for bucket in group]
+            both = [exchanged(config, layout, bucket) for bucket in group]
             gather[stage] = sum(gathered for _, gathered in both)
             if trained := [bucket for bucket in group if not bucket.frozen]:
                 reduced_in[stage] = [reduced for reduced, _ in both[: len(trained)]]
                 leaving[stage] = _complete(trained)
         if tied is not None:
-            reduced, gathered = _exchanged(config, layout, *tied)
+            reduced, gathered = exchanged(config, layout, *tied)
             ends = [stage for stage in (0, layout.stages - 1) if stage in own]
             first = ends[0] if ends else 0
             reduced_in[first][-1] += reduced
@@ -170,12 +170,15 @@ def _shares(leaving: Sequence[float], seconds: Sequence[float]) -> tuple[Leaving
     return tuple(Leaving(when, each / whole) for when, each in zip(leaving, seconds, strict=True))
 
 
-def _exchanged(config: Config, layout: Layout, bucket: BucketPlan) -> tuple[float, float]:
+def extent(layout: Layout, bucket: BucketPlan) -> int:
+    """Neighbouring processes among which a bucket is reduced and gathered."""
+    stretched = "pp" in bucket.shard.axis + bucket.replicate.axis
+    return layout.tp * layout.cp * layout.dp * (layout.pp if stretched else 1)
+
+
+def exchanged(config: Config, layout: Layout, bucket: BucketPlan) -> tuple[float, float]:
     """Seconds of the bucket's reduction and of its gathering."""
-    extent = layout.tp * layout.cp * layout.dp
-    if "pp" in bucket.shard.axis + bucket.replicate.axis:
-        extent *= layout.pp
-    rate = 1e9 * speed(config, extent)
+    rate = 1e9 * speed(config, extent(layout, bucket))
     weights = bucket.numel * DTYPE_BYTES[config.model.dtype]
     gathered = Exchange("dp", "all_gather", "weights", 1, weights, bucket.shard.members).wire
     if bucket.frozen:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megapipe.config import Config
+from megapipe.errors import ConfigError
 from megapipe.layout.devices import device, local_device
 
 
@@ -30,3 +31,13 @@ class Speeds:
             tflops=log.peak_tflops or (known and known.tflops),
             efficiency=log.efficiency,
         )
+
+
+def known_speeds(config: Config) -> Speeds:
+    """Those of a device whose peak is known; raises :class:`ConfigError` if it is not."""
+    speeds = Speeds.of(config)
+    if speeds.tflops is None:
+        raise ConfigError(
+            "the speed of the device is not known: set log.device (as in H100) or log.peak_tflops"
+        )
+    return speeds

@@ -39,20 +39,28 @@ def by_layer(
 
 
 def record(
-    experts: Mapping[int, int], values: Sequence[float], largest_bias: float | None = None
+    experts: Mapping[int, int],
+    values: Sequence[float],
+    largest_bias: float | None = None,
+    *,
+    counts: bool = False,
 ) -> RoutingRecord | None:
-    """The record of a step, of :func:`summed_loads` of all ranks together; None without experts."""
+    """The record of a step, of :func:`summed_loads` of all ranks together, with the `counts` of
+    each layer or without; None without experts."""
     if not experts:
         return None
     layers = []
-    for _, (tokens, balance, z, dropped), counts in by_layer(experts, values):
-        layers.append((balance / tokens, z / tokens, dropped / sum(counts), counts))
+    for _, (tokens, balance, z, dropped), chosen in by_layer(experts, values):
+        layers.append((balance / tokens, z / tokens, dropped / sum(chosen), chosen))
     balances, zs, shares, loads = zip(*layers, strict=True)
     return RoutingRecord(
         balance=sum(balances) / len(layers),
         z=sum(zs) / len(layers),
         dropped=sum(shares) / len(layers),
-        largest_load=max(max(counts) * len(counts) / sum(counts) for counts in loads),
-        idle_experts=sum(counts.count(0) for counts in loads),
+        largest_load=max(max(chosen) * len(chosen) / sum(chosen) for chosen in loads),
+        idle_experts=sum(chosen.count(0) for chosen in loads),
         largest_bias=largest_bias,
+        counts={n: list(map(int, own)) for n, own in zip(experts, loads, strict=True)}
+        if counts
+        else None,
     )

@@ -21,7 +21,7 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place, at
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError
-from megapipe.words import counted
+from megapipe.words import counted, table
 
 PURPOSE = "checkpoints of a run"
 
@@ -34,11 +34,8 @@ def run(given: argparse.Namespace) -> None:
     root = root_of(given.folder)
     rows = [_row(root / key.name) for key in reversed(committed(root))]
     print(f"{root}: {counted(len(rows), 'checkpoint')}")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+    if rows:
+        print(table(rows, left=len(rows[0])))
     if (pointer := pointer_of(root)) is not None:
         gone = "" if at(root / pointer).is_checkpoint() else ", which is not there"
         print(f"{POINTER} names {pointer}{gone}")

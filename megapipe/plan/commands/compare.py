@@ -12,12 +12,12 @@ import json
 import sys
 from typing import Any
 
+from megapipe import words
 from megapipe.command_line import Parser
-from megapipe.errors import ConfigError
 from megapipe.plan.commands.arguments import add_configuration, configuration
 from megapipe.plan.context_choice import Cost, costs
-from megapipe.plan.demand import size_text
-from megapipe.plan.speeds import Speeds
+from megapipe.plan.demand import milliseconds, size_text
+from megapipe.plan.speeds import known_speeds
 
 PURPOSE = "all ways to attend over split positions, with what they cost"
 HEADINGS = {
@@ -44,12 +44,7 @@ def add(parser: Parser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     config = configuration(given)
-    speeds = Speeds.of(config)
-    if speeds.tflops is None:
-        raise ConfigError(
-            "the speed of the device is not known: set log.device (as in H100) or log.peak_tflops"
-        )
-    found = costs(config, speeds)
+    found = costs(config, known_speeds(config))
     if given.json:
         print(json.dumps([plain(cost) for cost in found]))
     elif given.csv:
@@ -71,10 +66,6 @@ def plain(cost: Cost) -> dict[str, Any]:
         },
         **{f"exposed_{what}": seconds for what, seconds in cost.exposed.items()},
     }
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:,.0f}" if seconds >= 0.1 else f"{1000 * seconds:.3g}"
 
 
 def own_place(found: list[Cost], own: Any) -> str:
@@ -101,16 +92,9 @@ def table(found: list[Cost]) -> str:
                 size_text(cost.between),
                 str(cost.rounds),
                 f"{cost.work:.2f}",
-                _milliseconds(cost.seconds),
+                milliseconds(cost.seconds),
                 f"{sum(cost.exposed.values()) / cost.seconds:.0%}",
                 str(cost.bundles),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index < 2 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return words.table(rows, left=2)

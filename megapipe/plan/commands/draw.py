@@ -18,12 +18,12 @@ from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import split_of
 from megapipe.layout.context_plan import context_plans
 from megapipe.plan.commands.arguments import add_configuration, configuration
-from megapipe.schedule.render.scene import IDLE, Rectangle, Scene, Words
+from megapipe.schedule.render.scene import IDLE, Rectangle, Scene, Words, mixed
 from megapipe.schedule.render.vector import to_svg
+from megapipe.words import table
 
 PURPOSE = "who computes which block when"
 CELL, HEIGHT, LEFT, TOP = 58, 26, 64, 40
-PALE, DARK = (236, 243, 251), (74, 127, 196)
 
 
 def add(parser: Parser) -> None:
@@ -68,18 +68,13 @@ def text(plan: Plan, blocks: tuple[Positions, ...], exchanges: Sequence[Sequence
     for rank in range(plan.ranks):
         cells = [label(blocks, pairs[rank]) for pairs in plan.rounds]
         rows.append([f"rank {rank}", *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
     sent = Counter(message.what for exchange in exchanges for message in exchange)
     more = f"{sent['gradient']} gradients" if sent["gradient"] else f"{sent['partial']} results"
-    lines.append(
+    return (
+        f"{table(rows, left=len(rows[0]))}\n"
         f"{sent['bundle']} bundles and {more} sent; at most {plan.held['keys']} bundles of keys "
         f"and {plan.held['queries']} of queries on a rank, its own included"
     )
-    return "\n".join(lines)
 
 
 def scene(plan: Plan, blocks: tuple[Positions, ...], words: str) -> Scene:
@@ -91,15 +86,9 @@ def scene(plan: Plan, blocks: tuple[Positions, ...], words: str) -> Scene:
         drawn.shapes.append(Words(x + CELL / 2, 33, f"round {number}", size=9))
         for rank, pair in enumerate(pairs):
             y, part = TOP + HEIGHT * rank, share(blocks, pair)
-            fill = _mixed(part) if part else IDLE
+            fill = mixed(part) if part else IDLE
             drawn.shapes.append(Rectangle(x, y, CELL - 2, HEIGHT - 2, fill))
             drawn.shapes.append(Words(x + CELL / 2 - 1, y + 16, label(blocks, pair)))
     for rank in range(plan.ranks):
         drawn.shapes.append(Words(8, TOP + HEIGHT * rank + 16, f"rank {rank}", anchor="start"))
     return drawn
-
-
-def _mixed(part: float) -> str:
-    """Darker the larger the part."""
-    channels = (round(a + (b - a) * min(1.0, part)) for a, b in zip(PALE, DARK, strict=True))
-    return "#" + "".join(f"{channel:02x}" for channel in channels)

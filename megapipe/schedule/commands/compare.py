@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any
 
+from megapipe import words
 from megapipe.command_line import Commands, Parser
 from megapipe.errors import ScheduleError
 from megapipe.schedule.commands.arguments import NAME_HELP, add_setting
@@ -91,14 +92,7 @@ def table(rows: list[dict[str, Any]], *, fits: bool) -> str:
     keys = [key for key in COLUMNS if fits or key != "fits"]
     cells = [[COLUMNS[key] for key in keys]]
     cells += [[_cell(key, row[key]) for key in keys] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    )
+    return words.table(cells, left=1)
 
 
 def _cell(key: str, value: Any) -> str:

@@ -18,6 +18,7 @@ IDLE = "#eceff2"
 INK = "#222222"
 LINE = "#7a828a"
 MEMORY = "#b9c4d0"
+PALE, DARK = (236, 243, 251), (74, 127, 196)
 GATHER = "#5f7f95"
 REDUCE = "#a0485a"
 
@@ -26,6 +27,12 @@ def shade(kind: Kind, chunk: int, chunks: int) -> str:
     """The colour of the kind, mixed with up to 60% white for the last chunk."""
     white = 0.6 * chunk / (chunks - 1) if chunks > 1 else 0.0
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in OF_KIND[kind])
+
+
+def mixed(part: float) -> str:
+    """From pale to dark, at 1 and above the darkest."""
+    channels = (round(a + (b - a) * min(1.0, part)) for a, b in zip(PALE, DARK, strict=True))
+    return "#" + "".join(f"{channel:02x}" for channel in channels)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class Reports(Callback):
         tflops = flops / seconds / run.mesh.world / 1e12
         limit = _peak(run)
         skips = run.train_step.scaler.scales or run.config.numbers.skips
+        every = run.config.log.experts_every
         return StepRecord(
             step=step,
             steps=train.steps,
@@ -107,7 +108,12 @@ class Reports(Callback):
             loss_scale=result.loss_scale if run.train_step.scaler.scales else None,
             skipped=self._skipped if skips else None,
             sources=self._sources(run, result, samples(step)),
-            routing=routing.record(run.layout.model.experts(), result.routing, result.largest_bias),
+            routing=routing.record(
+                run.layout.model.experts(),
+                result.routing,
+                result.largest_bias,
+                counts=every > 0 and (step % every == 0 or step == train.last_step),
+            ),
         )
 
     def _sources(

@@ -6,6 +6,7 @@ import pytest
 
 from megapipe.observe import ValidationRecord
 from megapipe.observe.jsonl import JsonlSink
+from megapipe.observe.record import RoutingRecord
 
 
 @contextlib.contextmanager
@@ -46,6 +47,20 @@ def test_values_that_json_lacks_are_null(tmp_path, make_record):
     assert "NaN" not in path.read_text()
     (step,) = read(path)
     assert (step["loss"], step["grad_norm"], step["mfu"]) == (None, None, None)
+
+
+def test_choices_of_experts_are_there_and_in_no_curve(tmp_path, make_record):
+    routing = RoutingRecord(1.1, 0.5, 0.0, 1.6, 2, counts={1: [8, 0], 3: [4, 4]})
+    record = make_record(routing=routing)
+    sink = JsonlSink(tmp_path / "log.jsonl")
+    sink.step(record)
+    sink.close()
+    (step,) = read(tmp_path / "log.jsonl")
+    assert step["routing"]["counts"] == {"1": [8, 0], "3": [4, 4]}
+    assert step["routing"]["balance"] == 1.1
+    curves = {name for name in record.metrics() if name.startswith("experts/")}
+    told = ("balance", "z", "dropped", "largest_load", "idle_experts")
+    assert curves == {f"experts/{name}" for name in told}
 
 
 def test_a_resumed_run_appends(tmp_path, make_record):

@@ -1,0 +1,128 @@
+"""Lists every way to exchange the rows of a layer with experts (all_to_all, hierarchical,
+all_gather, fetch), in 1 to 8 chunks and in each order, the fastest first: bytes that a rank sends
+per layer and micro-batch, forward and backward, within its node and to others, and the time of
+both by simulation. Speeds are those of parallel.node_gb_s, network_gb_s and per_node, log.device
+and log.efficiency. The column "wait" is the longest that an exchange waits for dense gradients
+which are reduced meanwhile, in pieces of optimizer.reduce_chunk_mib.
+
+example: experts.py simulate configs/mixtral_8x7b.yaml parallel.per_node=4 --latency-us 20
+"""
+
+import argparse
+import csv
+import json
+import sys
+from typing import Any
+
+from megapipe.cli import parse
+from megapipe.command_line import Parser
+from megapipe.errors import ConfigError
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.plan.demand import milliseconds, size_text
+from megapipe.plan.expert_choice import Assumed, Cost, costs
+from megapipe.plan.speeds import known_speeds
+from megapipe.schedule.commands.arguments import count, none_or_more, number
+from megapipe.words import choices, ranges, table
+
+PURPOSE = "all ways to exchange rows with experts, with what they cost"
+HEADINGS = (
+    *("dispatch", "chunks", "order", "in node", "to others"),
+    *("F ms", "I ms", "exposed", "wait ms"),
+)
+
+
+def add(parser: Parser) -> None:
+    parser.add_argument(
+        "keys",
+        nargs="+",
+        metavar="CONFIG or section.key=value",
+        help="as train.py takes them; parallel.ep or parallel.etp above 1 is needed",
+    )
+    parser.add_argument(
+        "--layer", type=none_or_more, metavar="N", help="one with experts (the first of them)"
+    )
+    parser.add_argument(
+        "--latency-us",
+        type=number,
+        default=0,
+        metavar="N",
+        help="microseconds that an exchange of nothing takes (0, with which more chunks are never "
+        "slower)",
+    )
+    parser.add_argument(
+        "--copy-gb-s",
+        type=number,
+        default=0,
+        metavar="N",
+        help="GB/s at which a device reads and writes rows to put them in order (0: at once)",
+    )
+    parser.add_argument(
+        "--rows", type=count, default=24, metavar="N", help="of the table (%(default)s)"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print all as CSV, in bytes and seconds")
+    form.add_argument("--json", action="store_true", help="print a JSON list of the same")
+
+
+def run(given: argparse.Namespace) -> None:
+    config, layout = resolve(parse(given.keys).config, None, None)
+    layer = layer_of(layout, given.layer)
+    assumed = Assumed(float(given.latency_us) / 1e6, float(given.copy_gb_s))
+    found = costs(config, layout, known_speeds(config), layer, assumed)
+    if given.json:
+        print(json.dumps([plain(cost) for cost in found]))
+    elif given.csv:
+        writer = csv.DictWriter(sys.stdout, tuple(plain(found[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(plain, found))
+    else:
+        print(
+            f"layer {layer}: {config.model.moe.top_k} of {layout.model.experts()[layer]} experts "
+            f"over {layout.expert_ranks} ranks, per micro-batch of "
+            f"{config.train.microbatch} x {config.train.sequence_length} tokens"
+        )
+        print(table([HEADINGS, *map(_row, found[: given.rows])], left=1))
+        if len(found) > given.rows:
+            print(f"... {given.rows} of {len(found)}; --rows shows more")
+
+
+def layer_of(layout: Layout, given: int | None) -> int:
+    """A layer whose experts are split over ranks. Raises :class:`ConfigError`."""
+    layers = list(layout.model.experts())
+    if not layers:
+        raise ConfigError("no layer has experts: expected model.moe.experts=2 or more")
+    if layout.expert_ranks == 1:
+        block = layout.dp_cp * layout.tp
+        raise ConfigError(
+            f"parallel.ep=1 splits no experts: {choices('ep', block, 2)}"
+            if block > 1
+            else "parallel.ep=1 splits no experts: expected more, over parallel.dp x cp x tp"
+        )
+    if given is None:
+        return layers[0]
+    if given not in layers:
+        raise ConfigError(f"--layer {given} has no experts: expected one of {ranges(layers)}")
+    return given
+
+
+def plain(cost: Cost) -> dict[str, Any]:
+    """A way with its costs, in bytes and seconds."""
+    told = cost._asdict()
+    for name in ("seconds", "exposed"):
+        told |= {f"{name}_{what}": value for what, value in told.pop(name).items()}
+    return told
+
+
+def _row(cost: Cost) -> list[str]:
+    return [
+        cost.dispatch,
+        str(cost.chunks),
+        cost.order or "-",
+        size_text(cost.within),
+        size_text(cost.between),
+        milliseconds(cost.seconds["F"]),
+        milliseconds(cost.seconds["I"]),
+        f"{sum(cost.exposed.values()) / cost.both:.0%}",
+        milliseconds(cost.wait) if cost.wait else "-",
+    ]

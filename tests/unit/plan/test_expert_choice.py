@@ -1,0 +1,303 @@
+"""Ways to exchange rows with experts: their bytes, their times, and the commands that tell them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.plan.buckets import process_buckets
+from megapipe.plan.expert_choice import MOST_CHUNKS, Assumed, Cost, costs
+from megapipe.plan.expert_commands import main
+from megapipe.plan.expert_traffic import Way, ways
+from megapipe.plan.pace import exchanged
+from megapipe.plan.speeds import Speeds
+from megapipe.schedule.layer.search import fastest
+from megapipe.schedule.layer.tasks import Step, chunked
+
+H, F, E, K, ROWS, LENGTH = 64, 32, 8, 2, 2, 128
+SMALL = (
+    *("model.layers=3", f"model.hidden={H}", "model.heads=4", "model.activation=swiglu"),
+    *("model.bias=false", "model.dtype=bf16", "model.vocab_size=300", "model.moe.dense_first=1"),
+    *(f"model.moe.experts={E}", f"model.moe.top_k={K}", f"model.moe.ffn={F}"),
+    *(f"train.sequence_length={LENGTH}", f"train.microbatch={ROWS}", "train.global_batch=64"),
+    *("log.peak_tflops=0.1", "log.efficiency=0.5", "parallel.dp=8", "parallel.ep=8"),
+    *("parallel.node_gb_s=4", "parallel.network_gb_s=1", "parallel.per_node=4"),
+)
+TOKENS = ROWS * LENGTH
+ROW_BYTES = TOKENS * K * (2 * H * 2 + 4)
+"""There and back in a pass, of which each row has a weight in fp32 one way."""
+
+
+def given(*keys: str) -> tuple[Config, Layout]:
+    return resolve(parse([*SMALL, *keys]).config, None, None)
+
+
+def found(*keys: str, layer: int = 1, **assumed: float) -> list[Cost]:
+    config, layout = given(*keys)
+    return costs(config, layout, Speeds.of(config), layer, Assumed(**assumed))
+
+
+def of(name: str, *keys: str) -> Way:
+    return ways(*given(*keys), 1)[name]
+
+
+def test_bytes_are_those_of_the_formulas() -> None:
+    """Two nodes of four ranks: section by section what a rank sends, forward and backward."""
+    own = {name: (way.within, way.between) for name, way in ways(*given(), 1).items()}
+    assert own["all_to_all"] == (2 * ROW_BYTES * 3 / 8, 2 * ROW_BYTES * 4 / 8)
+    assert own["hierarchical"] == (2 * ROW_BYTES * 3 / 4, 2 * ROW_BYTES / 2)
+    gathered = 4 * TOKENS * H * 2
+    assert own["all_gather"] == (gathered * 3, gathered * 4)
+    micro_batches = 64 // 8 // ROWS
+    matrices = E * 3 * H * F * (2 + 4) / micro_batches
+    assert own["fetch"] == (matrices * 3 / 8, matrices * 4 / 8)
+
+
+def test_all_gather_is_less_where_choices_are_more_than_ranks() -> None:
+    """But for the 4 bytes of a weight."""
+    for ep, fewer in ((2, True), (8, False)):
+        keys = (f"parallel.ep={ep}", "model.moe.top_k=4", "parallel.per_node=8")
+        assert (of("all_gather", *keys).within < of("all_to_all", *keys).within) == fewer
+
+
+@pytest.mark.parametrize(("sequences", "fewer"), [(1, False), (2, True), (4, True), (64, True)])
+def test_fetching_is_less_from_a_number_of_tokens_on(sequences: int, fewer: bool) -> None:
+    """Row 7.15 (Janus), of a forward with one micro-batch a step: 2 T k h values of rows against
+    E q h f of experts, from 192 tokens on. In bytes a row is 4 longer."""
+    keys = (f"train.microbatch={sequences}", f"train.global_batch={8 * sequences}")
+    sent = {
+        name: sum(hop.bytes for half in way.trips["F"] for hop in half)
+        for name, way in ways(*given(*keys, "parallel.per_node=8"), 1).items()
+    }
+    assert (sent["fetch"] < sent["all_to_all"]) == fewer
+    assert (2 * sequences * LENGTH * K * H > E * 3 * H * F) == fewer
+
+
+def test_ranks_of_a_group_on_other_nodes() -> None:
+    """Of ranks 3, 4, 5 one is on the first node of four: all it sends goes elsewhere."""
+    keys = ("parallel.dp=6", "parallel.ep=3", "model.moe.experts=6", "train.global_batch=24")
+    own = ways(*given(*keys), 1)
+    assert (own["all_to_all"].within, own["all_to_all"].between) == (0, Fraction(4 * ROW_BYTES, 3))
+    assert "hierarchical" not in own
+    on_one = ways(*given("parallel.per_node=8"), 1)
+    assert on_one["all_to_all"].between == 0
+    assert "hierarchical" not in on_one
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("parallel.dp=4", "parallel.tp=2", "parallel.sequence_parallel=true"),
+        ("parallel.dp=4", "parallel.cp=2"),
+    ],
+)
+def test_ranks_with_parts_of_a_sequence_send_their_tokens(keys: tuple[str, ...]) -> None:
+    assert of("all_to_all", *keys).between == ROW_BYTES / 2
+    assert of("all_gather", *keys).between == 4 * TOKENS // 2 * H * 2 * 4
+
+
+def seconds_of(name: str, chunks: int, latency: float) -> float:
+    """A pass at the speeds of `SMALL`, by its formulas."""
+    half = ROW_BYTES / 2
+    flops = 2 * TOKENS * K * 3 * H * F
+    hops: list[Any] = [("network", half * 7 / 8 / 1e9)]
+    if name == "hierarchical":
+        hops = [("node", half * 3 / 4 / 4e9), ("network", half / 2 / 1e9)]
+    steps = [Step("dispatch", link, seconds, latency) for link, seconds in hops]
+    steps.append(Step("experts", "compute", flops / 0.05e12))
+    steps += [Step("combine", link, seconds, latency) for link, seconds in hops[::-1]]
+    return fastest(chunked(steps, chunks)).seconds
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "hierarchical"])
+def test_the_number_of_chunks_is_the_best_of_the_simulation(name: str) -> None:
+    """Row 7.12 (PipeMoE): argmin over 1 to 8, which an exchange's latency makes smaller."""
+    chosen = []
+    for latency in (1e-6, 1e-5, 1e-3):
+        simulated = [2 * seconds_of(name, n, latency) for n in range(1, MOST_CHUNKS + 1)]
+        best = next(cost for cost in found(latency=latency) if cost.dispatch == name)
+        assert best.both == pytest.approx(min(simulated), rel=1e-9)
+        assert best.chunks == 1 + simulated.index(min(simulated))
+        chosen.append(best.chunks)
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] > chosen[1] > chosen[2] == 1
+
+
+def test_all_ways_are_there_the_fastest_first() -> None:
+    rows = found()
+    assert [cost.both for cost in rows] == sorted(cost.both for cost in rows)
+    there = {(cost.dispatch, cost.chunks) for cost in rows}
+    names = ("all_to_all", "hierarchical", "all_gather", "fetch")
+    assert there == {(name, chunks) for name in names for chunks in range(1, 9)}
+    for cost in rows:
+        assert (cost.order is None) == (cost.chunks == 1)
+        computed = {what: cost.seconds[what] - cost.exposed[what] for what in cost.seconds}
+        assert computed["F"] == pytest.approx(2 * TOKENS * K * 3 * H * F / 0.05e12)
+        assert computed["I"] == pytest.approx(computed["F"])
+
+
+def test_rows_that_are_put_in_order_take_time() -> None:
+    """Before they leave and when they have come; where experts or tokens come, once."""
+    keys = ("parallel.per_node=8",)
+    free, paid = (
+        {cost.dispatch: cost.seconds["F"] for cost in costs_ if cost.chunks == 1}
+        for costs_ in (found(*keys), found(*keys, copy_gb_s=8.0))
+    )
+    for name, times in (("all_to_all", 2), ("all_gather", 1), ("fetch", 1)):
+        seconds = times * 2 * TOKENS * K * H * 2 / 8e9
+        assert paid[name] - free[name] == pytest.approx(seconds)
+
+
+def test_reductions_in_pieces_are_waited_for_less() -> None:
+    """Row 7.14 (Lina), of a layer: at most one piece, and more for a whole bucket."""
+    waits = {}
+    for mib in ("null", "0.05"):
+        keys = (f"optimizer.reduce_chunk_mib={mib}", "optimizer.zero=1")
+        config, layout = given(*keys)
+        pieces = [
+            exchanged(config, layout, bucket)[0]
+            for bucket in process_buckets(config, layout, 0)
+            if not bucket.experts and bucket.stage == 0
+        ]
+        assert (len(pieces) > 1) == (mib != "null")
+        waits[mib] = max(cost.wait for cost in found(*keys))
+        assert 0 < waits[mib] <= max(pieces)
+    assert waits["0.05"] < waits["null"] / 2
+    assert {cost.wait for cost in found("parallel.per_node=8")} != {0.0}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "simulate", *SMALL, "--rows", "5").splitlines()
+    assert lines[0] == "layer 1: 2 of 8 experts over 8 ranks, per micro-batch of 2 x 128 tokens"
+    assert lines[1].split()[:3] == ["dispatch", "chunks", "order"]
+    assert len(lines) == 8
+    assert lines[-1].startswith("... 5 of ")
+    whole = printed(capsys, "simulate", *SMALL, "--rows", "500", "--layer", "2").splitlines()
+    assert whole[0].startswith("layer 2: ")
+    assert any(line.startswith("hierarchical") for line in whole)
+    assert not whole[-1].startswith("...")
+
+
+def test_the_page_shows_what_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[3]
+    page = (root / "docs/moe.md").read_text()
+    _, _, shown = page.partition("    $ python scripts/experts.py ")
+    command, *lines = shown.partition("\n\n")[0].splitlines()
+    monkeypatch.chdir(root)
+    assert printed(capsys, *command.split()).splitlines() == [line[4:] for line in lines]
+
+
+def test_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(printed(capsys, "simulate", *SMALL, "--latency-us", "10", "--json"))
+    text = printed(capsys, "simulate", *SMALL, "--latency-us", "10", "--csv")
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["dispatch"] for row in rows] == [row["dispatch"] for row in told]
+    assert float(rows[0]["seconds_F"]) == told[0]["seconds_F"]
+    assert [row["chunks"] for row in told] == [c.chunks for c in found(latency=1e-5)]
+
+
+def log(folder: Path, *records: dict[str, Any]) -> str:
+    """A run folder with a log of these."""
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "log.jsonl").write_text("".join(lines))
+    return str(folder)
+
+
+def step(number: int, **counts: list[int]) -> dict[str, Any]:
+    own = {layer.removeprefix("l"): each for layer, each in counts.items()}
+    return {"kind": "step", "step": number, "routing": {"balance": 1.0, "counts": own}}
+
+
+RECORDS = (
+    step(2, l1=[4, 4, 4, 4], l10=[1, 1]),
+    {"kind": "note", "text": 'not "counts"'},
+    {"kind": "step", "step": 3, "routing": {"balance": 1.0, "counts": None}},
+    step(4, l1=[16, 0, 0, 0], l10=[1, 1]),
+    step(4, l1=[0, 1, 5, 10], l10=[3, 1]),
+)
+
+
+def test_a_heat_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the last step as it was repeated, of another, and of a layer through the run."""
+    folder = log(tmp_path / "run", RECORDS[0], *RECORDS[2:])
+    assert printed(capsys, "show", folder).splitlines() == [
+        "step 4: choices of each expert by the mean of its layer",
+        " layer 1 | :*@| largest 2.50, 1 without",
+        "layer 10 |#-  | largest 1.50, 0 without",
+    ]
+    assert " layer 1 |++++|" in printed(capsys, "show", folder, "--step", "2")
+    assert printed(capsys, "show", folder, "--layer", "10").splitlines() == [
+        "layer 10: choices of each expert by their mean",
+        "step 2 |++| largest 1.00, 0 without",
+        "step 4 |#-| largest 1.50, 0 without",
+    ]
+    out = tmp_path / "map.svg"
+    assert printed(capsys, "show", folder, "-o", str(out)) == ""
+    assert out.read_text().startswith("<svg")
+    assert ">largest 2.50, 1 without</text>" in out.read_text()
+    assert out.read_text().count("<rect") == 1 + 4 + 2
+
+
+ONE = ("parallel.dp=1", "parallel.ep=1")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["simulate", "parallel.dp=8"], "no layer has experts: expected model.moe.experts=2 or"),
+        (["simulate", *SMALL, "parallel.ep=1"], "parallel.ep=1 splits no experts: ep could be 1,"),
+        (["simulate", *SMALL, *ONE], "parallel.ep=1 splits no experts: expected more, over"),
+        (["simulate", *SMALL, "parallel.ep=3"], "parallel.ep=3 does not divide dp 8"),
+        (["simulate", *SMALL, "--layer", "0"], "--layer 0 has no experts: expected one of 1-2"),
+        (["simulate", *SMALL, "--layer", "x"], "--layer: 'x' is not a whole number from 0 to"),
+        (["simulate", *SMALL, "--latency-us", "-1"], "'-1' is not a number >= 0"),
+        (["simulate", *SMALL, "--copy-gb-s", "fast"], "'fast' is not a number >= 0"),
+        (["simulate", *SMALL, "--rows", "0"], "--rows: '0' is not a whole number from 1 to"),
+        (["simulate", *SMALL, "log.peak_tflops=null"], "the speed of the device is not known"),
+        (["simulate", "dance"], "dance: no such file"),
+        (["show", "no/such/run"], "no/such/run/log.jsonl: No such file or directory; a run has"),
+        (["show", "{run}", "--step", "3"], "--step 3: {run}/log.jsonl has the choices of steps 2"),
+        (["show", "{run}", "--layer", "2"], "--layer 2 has no experts: expected one of 1, 10"),
+        (["show", "{run}", "--layer", "1", "--step", "2"], "--step goes without --layer"),
+        (["show", "{run}", "-o", "/nowhere/x.svg"], "/nowhere/x.svg: cannot be written: No such"),
+        (["show", "{dense}"], "{dense}/log.jsonl: no step has the choices of experts"),
+        (["show", "{cut}"], "{cut}/log.jsonl: line 1: expected a step as a run logs it"),
+        (["show", "{odd}"], "{odd}/log.jsonl: line 1: expected choices of the experts of each"),
+    ],
+)
+def test_bad_input(
+    argv: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megapipe.plan.speeds.local_device", lambda: None)
+    places = {
+        "run": log(tmp_path / "run", RECORDS[0], *RECORDS[2:]),
+        "dense": log(tmp_path / "dense", {"kind": "step", "step": 1, "routing": None}),
+        "cut": log(tmp_path / "cut", {"kind": "step", "routing": {"counts": [1]}}),
+        "odd": log(tmp_path / "odd", step(1, l0=[0, 0])),
+    }
+    assert main([word.format(**places) for word in argv]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert words.format(**places) in said
