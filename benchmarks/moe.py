@@ -28,7 +28,7 @@ from turns import Batch, in_turns
 
 from megapipe.config import Config
 from megapipe.distributed.mesh import Grid, ParallelMesh
-from megapipe.layers.experts import ExpertsTask
+from megapipe.layers.expert_tasks import ExpertsTask
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.resolve import resolve
 from megapipe.ops.grouped import loop_product

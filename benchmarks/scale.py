@@ -209,7 +209,7 @@ def grid_of(layout: Layout) -> Grid:
     """The processes of a layout, fewer than its ranks where one runs the whole pipeline."""
     plane = layout.dp * layout.cp * layout.tp
     pp, experts = layout.world // plane, layout.of_experts
-    return Grid(pp, layout.dp, layout.cp, layout.tp, *experts)
+    return Grid(pp, layout.dp, layout.cp, layout.tp, *experts, layout.node)
 
 
 def ranks_of(grid: Grid) -> list[int]:

@@ -12,6 +12,7 @@ from megapipe.batch_ramp import BatchRamp
 from megapipe.checkpoint_config import CheckpointConfig
 from megapipe.context_config import ContextConfig
 from megapipe.data_config import DataConfig
+from megapipe.experts_config import ExpertsConfig
 from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.numbers_config import NumbersConfig
@@ -409,6 +410,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     context: ContextConfig = ContextConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     pipeline: PipelineConfig = PipelineConfig()
     activations: ActivationsConfig = ActivationsConfig()
     data: DataConfig = DataConfig()

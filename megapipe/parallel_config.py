@@ -23,7 +23,7 @@ class OtherLayout(Section):
     ep: int | None = Field(None, ge=1)
     """As `parallel.ep`."""
     etp: int | None = Field(None, ge=1)
-    """As `parallel.etp`."""
+    """As `parallel.etp`; with both 1 nothing is left of the section `experts`."""
     ulysses: int | None = Field(None, ge=1)
     """As `context.ulysses`."""
     chunks: int | None = Field(None, ge=1)

@@ -8,9 +8,10 @@ where the weight gradient is split off.
 
 A collective ``start_...`` returns a wait before it is complete: until that wait has been called,
 its arguments must stay as they are and its results must not be read. :func:`all_reduce`,
-:func:`all_gather` and :func:`reduce_scatter` call the same routine and wait at once, so values do
-not depend on when one waits. On gloo, gathers and reduce-scatters of CPU tensors are messages
-between the members (:mod:`megapipe.distributed.gloo`), and so are all-reduces with `in_order`.
+:func:`all_gather`, :func:`reduce_scatter` and :func:`all_to_all` call the same routine and wait at
+once, so values do not depend on when one waits. On gloo, gathers and reduce-scatters of CPU tensors
+are messages between the members (:mod:`megapipe.distributed.gloo`), and so are all-reduces with
+`in_order`.
 """
 
 from __future__ import annotations
@@ -60,13 +61,9 @@ def all_to_all(tensor: Tensor, sends: Sequence[int], receives: Sequence[int], ax
     `sends` and `receives` are the lengths of the pieces by member; what is received is in the
     order of the members.
     """
-    if axis.group is None:
-        return tensor
-    sent = tensor.cpu() if _staged(tensor, axis) else tensor
-    received = sent.new_empty(sum(receives))
-    lengths = list(receives), list(sends)
-    _started(dist.all_to_all_single, axis, received, sent, *lengths)()
-    return received.to(tensor.device)
+    received, wait = start_all_to_all(tensor, axis, sends, receives)
+    wait()
+    return received
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, *, in_order: bool = False) -> Wait:
@@ -126,16 +123,25 @@ def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Wait:
     return _started(_all_gather, axis, whole, piece)
 
 
-def start_all_to_all(tensor: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
-    """Give the i-th piece to member i; returns the pieces received, by member: [size * n]."""
+def start_all_to_all(
+    tensor: Tensor,
+    axis: Axis,
+    sends: Sequence[int] | None = None,
+    receives: Sequence[int] | None = None,
+) -> tuple[Tensor, Wait]:
+    """Begin an :func:`all_to_all` of a flat tensor, without lengths of equal pieces: [size * n]."""
     if axis.group is None:
         return tensor, done
-    if _staged(tensor, axis):
-        received = torch.empty_like(sent := tensor.cpu())
-        _started(dist.all_to_all_single, axis, received, sent)()
-        return received.to(tensor.device), done
-    received = torch.empty_like(tensor)
-    return received, _started(dist.all_to_all_single, axis, received, tensor)
+    sent = tensor.cpu() if _staged(tensor, axis) else tensor
+    lengths: list[Any] = []
+    if sends is not None and receives is not None:
+        lengths = [list(receives), list(sends)]
+    received = sent.new_empty(sum(lengths[0])) if lengths else torch.empty_like(sent)
+    wait = _started(dist.all_to_all_single, axis, received, sent, *lengths)
+    if sent is tensor:
+        return received, wait
+    wait()
+    return received.to(tensor.device), done
 
 
 def start_send(tensor: Tensor, pair: Axis) -> Wait:

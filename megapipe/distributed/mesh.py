@@ -75,6 +75,8 @@ class Grid:
     etp: int = 1
     """Experts of a pipeline index are split over ep x etp ranks; these are no factors of the world.
     """
+    node: int | None = None
+    """Ranks of a node, where tokens get to experts within nodes and then between them."""
 
     @property
     def world(self) -> int:
@@ -113,6 +115,13 @@ class Grid:
         """Ranks over which the experts of this one's stages are split."""
         first = rank - rank % self.expert_ranks
         return list(range(first, first + self.expert_ranks))
+
+    def expert_hops(self, rank: int) -> tuple[list[int], list[int]]:
+        """Of these, those of this one's node, and those that have its place in each node."""
+        assert self.node is not None
+        peers, inner = self.expert_peers(rank), rank % self.node
+        first = (rank - inner) % self.expert_ranks
+        return peers[first : first + self.node], peers[inner :: self.node]
 
     def copies(self, *, experts: bool = False) -> int:
         """Copies of a stage's weights, or of its `experts`, on a pipeline index."""
@@ -330,6 +339,15 @@ class ParallelMesh:
         if len(ranks) == 1:
             return Axis.alone(self.rank)
         return self.connected(self.group_of(ranks))
+
+    @functools.cached_property
+    def expert_hops(self) -> tuple[Axis, Axis] | None:
+        """Of these, the ranks of this one's node, and those that have its place in each node; None
+        where tokens get to experts in one hop. All of them ask for it at once."""
+        if self.grid.node is None:
+            return None
+        inner, outer = map(self.group_of, self.grid.expert_hops(self.rank))
+        return self.connected(inner), self.connected(outer)
 
     @functools.cached_property
     def etp(self) -> Axis:

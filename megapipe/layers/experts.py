@@ -7,7 +7,8 @@ be kept: its gradient is found beside the activation's.
 
 From F to I the layer keeps its input, the outputs of the first product, the logits and the choice.
 Each rank routes the positions that it has. Where experts are on several ranks, rows and weights go
-to those of their experts, which keep them too; outputs, and in I gradients, come back likewise.
+to those of their experts, which keep them too; outputs, and in I gradients, come back likewise, in
+chunks of experts if so wanted (:mod:`megapipe.layers.dispatch`).
 ``W`` gets two grouped products and the router's; they add straight into the main gradients, expert
 by expert, and leave an expert without rows alone.
 """
@@ -24,7 +25,11 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from megapipe.layers import routing as route
-from megapipe.layers.expert_rows import Dispatch, Rows, count_rows
+from megapipe.layers.dispatch import Coming, dispatch_of, joined, remade
+from megapipe.layers.expert_chunks import Chunk
+from megapipe.layers.expert_fetch import FetchedMatrices, Holders, Home, Matrices, OwnMatrices
+from megapipe.layers.expert_rows import count_rows
+from megapipe.layers.expert_tasks import ExpertsTask, RouterTask
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.parameter import Sharding, new_parameter
@@ -32,75 +37,10 @@ from megapipe.layers.routing import Chosen
 from megapipe.layers.routing_noise import TokenNoise
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.token_shards import TokenShards
-from megapipe.layers.weight_grad import add_product, main_grad
 from megapipe.ops.grouped import each_expert
-from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 
 Activation = Callable[[Tensor], Tensor]
 """The output of the first product -> the input of the second."""
-
-
-class ExpertsTask:
-    """Weight and bias gradients of one linear layer of all experts here, from rows of its input and
-    of its output's gradient; `weight` [rows] multiplies the bias."""
-
-    __slots__ = ("_accumulate", "_bias", "_ends", "grad", "weight", "weighted", "x")
-
-    def __init__(
-        self,
-        weight: Parameter,
-        bias: Parameter | None,
-        x: Tensor,
-        grad: Tensor,
-        ends: Sequence[int],
-        accumulate: AccumulateKernel,
-        weighted: Tensor | None = None,
-    ) -> None:
-        self.weight, self._bias = weight, bias
-        self.x, self.grad, self._ends = x, grad, ends
-        self._accumulate = accumulate
-        self.weighted = weighted
-
-    def begin(self) -> None:
-        """Nothing is gathered."""
-
-    def run(self) -> None:
-        weight = main_grad(self.weight).flatten(1, -2)  # [experts, out, in]
-        for expert, rows in each_expert(self._ends):
-            self._accumulate(weight[expert], self.grad[rows], self.x[rows])
-        if self._bias is None:
-            return
-        bias = main_grad(self._bias).flatten(1)
-        for expert, rows in each_expert(self._ends):
-            grad = self.grad[rows].to(bias.dtype)
-            if self.weighted is None:
-                bias[expert] += grad.sum(0)
-            else:
-                bias[expert].addmv_(grad.t(), self.weighted[rows])
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.x, self.grad, *(() if self.weighted is None else (self.weighted,)))
-
-
-class RouterTask:
-    """Weight gradient of a router, in the type of its logits; `seen` is what it makes of x."""
-
-    __slots__ = ("_seen", "grad", "weight", "x")
-
-    def __init__(
-        self, weight: Parameter, x: Tensor, grad: Tensor, seen: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.weight, self.x, self.grad = weight, x, grad
-        self._seen = seen
-
-    def begin(self) -> None:
-        """Nothing is gathered."""
-
-    def run(self) -> None:
-        add_product(self.weight, self.grad, self._seen(self.x), torch_accumulate)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.x, self.grad
 
 
 class Experts(nn.Module):
@@ -183,7 +123,8 @@ class Experts(nn.Module):
             given = self.routing, sequences, self._shards(mb, p.device)
             second = noise.second(p.device) if noise and self.routing.random_second else None
             experts = route.choose(p, *given, self.bias, second)
-            rows = count_rows(experts, self.routing.experts, self.sharding.ep)
+            counted = self.sharding.form.counted(self.sharding.ep)
+            rows = count_rows(experts, self.routing.experts, counted)
             if not self.training:
                 return Chosen(experts, experts.new_empty(0), rows)
             counts = route.count(experts, *given) if self.last is None else self.last
@@ -198,21 +139,52 @@ class Experts(nn.Module):
     def _shards(self, mb: MicroBatch, device: torch.device) -> TokenShards:
         return TokenShards.of(self.sharding.sequence, mb.held, device)
 
-    def widen(self, x: Tensor, ends: Sequence[int]) -> Tensor:
-        """The first product of rows [rows, h]: [rows, (2) f]."""
-        wide = self.sharding.kernels.experts(x, self.up.flatten(1, -2).transpose(1, 2), ends)
-        if self.up_bias is not None:
+    def matrices(self, chunks: Sequence[Chunk]) -> Coming[Matrices]:
+        """Those of the experts that are computed here."""
+        split, parameters = self.sharding, (self.up, self.up_bias, self.down, self.down_bias)
+        if split.form.fetches:
+            return FetchedMatrices(parameters, chunks, Holders(split.ep, split.etp))
+        return OwnMatrices(parameters, chunks, adds_bias=self.first)
+
+    def owners(self, chunks: Sequence[Chunk]) -> Home | None:
+        """Where their gradients belong, if that is not here."""
+        split = self.sharding
+        return Home(Holders(split.ep, split.etp), chunks) if split.form.fetches else None
+
+    def widen(self, of: Matrices, ends: Sequence[int], x: Tensor) -> Tensor:
+        """The first product of a chunk's rows [rows, h]: [rows, (2) f]."""
+        wide = self.sharding.kernels.experts(x, of.up.flatten(1, -2).transpose(1, 2), ends)
+        if of.up_bias is not None:
             for expert, here in each_expert(ends):
-                wide[here] += self.up_bias[expert].flatten()
+                wide[here] += of.up_bias[expert].flatten()
         return wide
 
-    def narrow(self, inner: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
-        """The second product of weighted activations [rows, f]: [rows, h]."""
-        y = self.sharding.kernels.experts(inner, self.down.transpose(1, 2), ends)
-        if self.down_bias is not None and self.first:
+    def narrow(self, of: Matrices, ends: Sequence[int], inner: Tensor, weight: Tensor) -> Tensor:
+        """The second product of a chunk's weighted activations [rows, f]: [rows, h]."""
+        y = self.sharding.kernels.experts(inner, of.down.transpose(1, 2), ends)
+        if of.down_bias is not None:
             for expert, here in each_expert(ends):
-                y[here] += weight[here].unsqueeze(1).to(y.dtype) * self.down_bias[expert]
+                y[here] += weight[here].unsqueeze(1).to(y.dtype) * of.down_bias[expert]
         return y
+
+    def input_grads(
+        self, of: Matrices, ends: Sequence[int], grad: Tensor, wide: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a chunk's rows, from the gradient of their outputs [rows, h] and the first product:
+        the input of the second one [rows, f], the gradient of the first [rows, (2) f], and that of
+        the weights [rows]."""
+        with torch.enable_grad():
+            wide = wide.detach().requires_grad_()
+            plain = self.activation(wide)  # [rows, f]
+        inner = (plain.detach() * weight.unsqueeze(1)).to(grad.dtype)
+        grad_inner = self.sharding.kernels.experts(grad, of.down, ends)
+        of_weight = (grad_inner * plain.detach()).sum(-1, dtype=self.dtype)
+        if of.down_bias is not None:
+            for expert, own in each_expert(ends):
+                of_weight[own] += (grad[own] @ of.down_bias[expert]).to(self.dtype)
+        grad_plain = (grad_inner * weight.unsqueeze(1)).to(grad.dtype)
+        (grad_wide,) = torch.autograd.grad(plain, wide, grad_plain)
+        return inner, grad_wide, of_weight
 
 
 class _ExpertsFunction(Function):
@@ -231,58 +203,60 @@ class _ExpertsFunction(Function):
         logits = layer.seen(noise, tokens) @ router.to(layer.dtype).t()
         p = route.scores(logits, routing)
         choice, counts, told = layer.choice(logits, p, mb, sequences, graph, noise)
-        ep = layer.sharding.ep
-        rows = Rows.of(choice, sum(told.of_ranks[ep.index]))
-        dispatch = Dispatch.of(told, ep, layer.sharding.etp)
+        split = layer.sharding
+        dispatch = dispatch_of(choice, told, split.ep, split.etp, split.form)
         weights = route.weights(p, route.experts_of(choice), routing)
-        here, weight = dispatch.there(rows.gather(tokens)), dispatch.there(rows.of_choices(weights))
-        wide = layer.widen(here, dispatch.ends)
-        kept = (None, None) if dispatch.order is None else (here, weight)
-        ctx.save_for_backward(
-            x, wide, logits, choice, counts, rows.order, rows.slots, dispatch.order, *kept
-        )
-        ctx.total, ctx.dispatch = rows.total, dispatch._replace(order=None)
-        ctx.layer, ctx.unit, ctx.seen = layer, mb.position_scale, partial(layer.seen, noise)
+        home, matrices = dispatch.home(), layer.matrices(dispatch.plan.chunks)
+        both = dispatch.tokens(tokens), dispatch.choices(weights)
+        arrived: list[list[Tensor]] = []
+        widened: list[Tensor] = []
+        for chunk, of, values in dispatch.in_turn(matrices, *both):
+            arrived.append(values)
+            here, weight = values
+            widened.append(layer.widen(of, chunk.ends, here))
+            if not graph_only:
+                inner = (layer.activation(widened[-1]) * weight.unsqueeze(1)).to(x.dtype)
+                home.give(layer.narrow(of, chunk.ends, inner, weight))
+        alone = dispatch.plan.alone
+        kept = (None, None) if alone else map(joined, zip(*arrived, strict=True))
+        ctx.save_for_backward(x, joined(widened), logits, choice, counts, *kept, *dispatch.tensors)
+        ctx.plan, ctx.layer, ctx.unit = dispatch.plan, layer, mb.position_scale
+        ctx.seen = partial(layer.seen, noise)
         if graph_only:
             return x.new_empty(()).expand(x.shape)
-        inner = (layer.activation(wide) * weight.unsqueeze(1)).to(x.dtype)
-        y = dispatch.back(layer.narrow(inner, weight, dispatch.ends))
-        return rows.add_up(y, layer.dtype).to(x.dtype).view_as(x)
+        return dispatch.rows.add_up(home.arrived(), layer.dtype).to(x.dtype).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, wide, logits, choice, counts, order, slots, arrival, here, weight = ctx.saved_tensors
+        x, wide, logits, choice, counts, here, weight, *tensors = ctx.saved_tensors
         layer: Experts = ctx.layer
-        rows, tokens = Rows(order, slots, ctx.total), x.detach().flatten(0, 1)
-        dispatch: Dispatch = ctx.dispatch._replace(order=arrival)
-        ends = dispatch.ends
+        dispatch, tokens = remade(ctx.plan, *tensors), x.detach().flatten(0, 1)
+        rows, plan = dispatch.rows, dispatch.plan
         queue, kernels = layer.sharding.queue, layer.sharding.kernels
-        accumulate = kernels.accumulate
         routing, ids = layer.routing, route.experts_of(choice)
         p = route.scores(logits, routing)
         if weight is None:
             weight = rows.of_choices(route.weights(p, ids, routing))
-        grad_y = dispatch.there(rows.gather(grad.flatten(0, 1)))
-
-        with torch.enable_grad():
-            wide = wide.detach().requires_grad_()
-            plain = layer.activation(wide)  # [rows, f]
-        inner = (plain.detach() * weight.unsqueeze(1)).to(x.dtype)
-        grad_inner = kernels.experts(grad_y, layer.down, ends)
-        of_weight = (grad_inner * plain.detach()).sum(-1, dtype=layer.dtype)
-        if layer.down_bias is not None and layer.first:
-            for expert, own in each_expert(ends):
-                of_weight[own] += (grad_y[own] @ layer.down_bias[expert]).to(layer.dtype)
-        queue.put(ExpertsTask(layer.down, layer.down_bias, inner, grad_y, ends, accumulate, weight))
-        grad_plain = (grad_inner * weight.unsqueeze(1)).to(x.dtype)
-        (grad_wide,) = torch.autograd.grad(plain, wide, grad_plain)
-
-        grad_x = kernels.experts(grad_wide, layer.up.flatten(1, -2), ends)
+        of_x, of_weights = dispatch.home(), dispatch.home()
+        found: list[tuple[Tensor, ...]] = []
+        matrices, grads = layer.matrices(plan.chunks), dispatch.tokens(grad.flatten(0, 1))
+        for chunk, of, (grad_y,) in dispatch.in_turn(matrices, grads):
+            part, ends = chunk.here, chunk.ends
+            inner, grad_wide, of_weight = layer.input_grads(
+                of, ends, grad_y, wide[part], weight[part]
+            )
+            found.append((grad_y, inner, grad_wide))
+            of_x.give(kernels.experts(grad_wide, of.up.flatten(1, -2), ends))
+            of_weights.give(of_weight)
+        grad_y, inner, grad_wide = map(joined, zip(*found, strict=True))
+        how = plan.ends, kernels.accumulate, layer.owners(plan.chunks)
+        down = layer.down, layer.down_bias, inner, grad_y, *how
+        queue.put(ExpertsTask(*down, weighted=weight))
         here = rows.gather(tokens) if here is None else here
-        queue.put(ExpertsTask(layer.up, layer.up_bias, here, grad_wide, ends, accumulate))
-        grad_x = dispatch.back(grad_x)
+        queue.put(ExpertsTask(layer.up, layer.up_bias, here, grad_wide, *how))
+        grad_x = of_x.arrived()
         of_logits = route.logits_grad(
-            rows.to_choices(dispatch.back(of_weight)), logits, p, ids, counts, routing, ctx.unit
+            rows.to_choices(of_weights.arrived()), logits, p, ids, counts, routing, ctx.unit
         )
         queue.put(RouterTask(layer.router, tokens, of_logits, ctx.seen))
         total = rows.add_up(grad_x, layer.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megapipe.distributed.mesh import Axis
+from megapipe.layers.dispatch import Form
 from megapipe.layers.rng import draw_normal, draw_uniform
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.weight_grad import WeightGradQueue
@@ -42,6 +43,8 @@ class Sharding:
     """The ranks over which experts are split, ep x etp."""
     etp: int = 1
     """Neighbours among them that have parts of the same experts."""
+    form: Form = field(default_factory=Form)
+    """How tokens get to their experts."""
     copy: int = 0
     """Which of the tensor-parallel ranks that compute the same this is, where `tp` is one alone."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.layout.dispatch import check_dispatch
 from megapipe.words import choices, multiples
 
 
@@ -11,6 +12,11 @@ def check_experts(config: Config, dp: int) -> None:
     """Refuse sizes that do not divide, and what layers with experts do not have yet, beside what
     their family lacks."""
     _check_upcycle(config)
+    _check_ranks(config, dp)
+    check_dispatch(config)
+
+
+def _check_ranks(config: Config, dp: int) -> None:
     experts, optimizer, parallel = config.model.moe.experts, config.optimizer, config.parallel
     ep, etp, tp = parallel.ep, parallel.etp, parallel.tp
     if experts is None:

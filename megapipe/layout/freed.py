@@ -16,6 +16,7 @@ _PARTS = 1000
 def sizes_of(config: Config, device: DeviceKind, split: Split, sequence: int, rows: int) -> Sizes:
     """A piece of so many `rows`, and so many positions on a context-parallel rank."""
     parallel = config.parallel
+    fetched = config.experts.dispatch == "fetch"
     return Sizes(
         sequence,
         rows,
@@ -23,8 +24,8 @@ def sizes_of(config: Config, device: DeviceKind, split: Split, sequence: int, ro
         parallel.sequence_parallel,
         device == "cuda",
         cp=parallel.cp,
-        ep=parallel.ep,
-        etp=parallel.etp,
+        ep=1 if fetched else parallel.ep,
+        etp=1 if fetched else parallel.etp,
         ulysses=split.ulysses,
     )
 

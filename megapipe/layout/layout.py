@@ -32,6 +32,10 @@ class Layout:
     ep: int
     etp: int
     """Experts are split over ep x etp ranks, of the dp x cp x tp of a pipeline index."""
+    node: int | None
+    """Ranks of a node, where tokens get to experts within nodes and then between them."""
+    expert_chunks: int
+    """Parts in which a rank computes its experts."""
     microbatches: int
     """Whole micro-batches per step and data-parallel replica."""
     world: int

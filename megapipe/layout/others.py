@@ -7,6 +7,7 @@ from typing import Any
 from megapipe.config import Config
 from megapipe.context_config import ContextConfig
 from megapipe.errors import LaunchError
+from megapipe.experts_config import ExpertsConfig
 
 
 def for_processes(config: Config, world: int | None) -> Config:
@@ -45,6 +46,9 @@ def _is_possible(config: Config, world: int) -> bool:
 def _changed(config: Config, values: dict[str, Any]) -> Config:
     if values.get("cp") == 1:
         config = config.model_copy(update={"context": ContextConfig()})
+    parallel = config.parallel
+    if values.get("ep", parallel.ep) * values.get("etp", parallel.etp) == 1:
+        config = config.model_copy(update={"experts": ExpertsConfig()})
 
     def section(name: str, *keys: str) -> Any:
         own = {key: values[key] for key in keys if key in values}

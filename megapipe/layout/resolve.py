@@ -17,6 +17,7 @@ from megapipe.layout.context_plan import context_plans
 from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
+from megapipe.layout.dispatch import resolved_dispatch
 from megapipe.layout.expert_checks import check_halves
 from megapipe.layout.family import family_of, resolved_lora, resolved_model
 from megapipe.layout.freed import freed_share
@@ -91,6 +92,7 @@ def _resolve(
     lora = resolved_lora(given.lora, model)
     config = given.model_copy(update={"model": model, "parallel": parallel, "lora": lora})
     device = device or device_kind(config)
+    config = config.model_copy(update={"experts": resolved_dispatch(config, device)})
     if before is not None and config == given and device == before.device:
         return config, before
     family = family_of(config, device)
@@ -146,6 +148,8 @@ def _resolve(
         cp=parallel.cp,
         ep=parallel.ep,
         etp=parallel.etp,
+        node=config.experts.node,
+        expert_chunks=config.experts.chunks,
         microbatches=microbatches,
         world=processes,
         device=device,

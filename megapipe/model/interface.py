@@ -49,6 +49,11 @@ class Conditions:
     """Most tokens whose logits there are at a time; 0: all of them."""
     ep: int = 1
     etp: int = 1
+    dispatch: str = "all_to_all"
+    """``experts.dispatch``, how tokens get to the experts of other ranks."""
+    node: int | None = None
+    """Ranks of a node, where they do within nodes and then between them."""
+    expert_chunks: int = 1
     compile: bool = False
     loss: str | None = None
     """``train.loss``, a loss of the user's."""
@@ -93,7 +98,7 @@ class Sizes(NamedTuple):
     """Ranks over which the sequence is split; `sequence` are the positions of one."""
     ep: int = 1
     etp: int = 1
-    """Experts are split over ep x etp ranks."""
+    """Ranks that experts are split over, and where rows travel to: ep x etp."""
     ulysses: int = 1
     """Those of them that split heads while they attend."""
     exchanging: tuple[int, int] = (0, 0)
@@ -145,11 +150,14 @@ class TensorTraffic(NamedTuple):
     """Values per token and rank that the loss gathers."""
 
 
+Among = Literal["sequence", "ep", "ep in a node", "ep between nodes"]
+
+
 class TokenTraffic(NamedTuple):
     """Collectives of one piece about its tokens: of ranks with parts of the same sequences
-    (sequence), or over which experts are split (ep)."""
+    (sequence), or over which experts are split (ep), of these in one node, or one of each node."""
 
-    among: Literal["sequence", "ep"]
+    among: Among
     collective: Collective
     what: str
     calls: int
@@ -360,6 +368,11 @@ class Family(ABC):
     def token_flops(self) -> float:
         """FLOPs of training on one token: forward, and twice as many backward."""
         return 3 * self.forward_flops(self.whole)
+
+    def expert_flops(self, stage: StageSpec) -> int:
+        """FLOPs per token of a stage's forward that experts compute, none of whose rows are
+        dropped."""
+        return 0
 
     def causal_flops(self, length: int) -> int:
         """FLOPs of one layer's forward on the first `length` tokens of a sequence, of which each

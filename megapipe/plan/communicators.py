@@ -50,6 +50,9 @@ def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
     split = layout.split
     groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses}
     groups["ep"] = layout.expert_ranks
+    if layout.node is not None:
+        groups["ep in a node"] = layout.node
+        groups["ep between nodes"] = layout.expert_ranks // layout.node
     if layout.ep > 1 and not declaration(config.optimizer.rule).elementwise:
         groups["etp"] = layout.etp
     if layout.model.experts() and layout.cp > 1:

@@ -4,27 +4,28 @@
 all_to_all      a row for each choice of a token travels to its expert, its output back
 hierarchical    the same in two hops: within nodes to the rank that has the receiver's place in its
                 own node, and from there between nodes (Tutel, 2206.03382)
-all_gather      every rank gets every token, and outputs are summed on their way back
-fetch           experts travel to the tokens once a step, their gradients back (Janus)
+all_gather      every rank gets every token with its choices, rows of outputs come back
+fetch           experts travel to the tokens, their gradients back (Janus)
 ==============  ================================================================================
 
 In an input gradient gradients travel in the place of rows and outputs. Experts are chosen evenly
-and no choice is dropped. The way there and the way back count as equal halves: they differ by the 4
-bytes of a row's weight. What is exchanged once a step is shared out over its micro-batches.
+and no choice is dropped. All are forms of ``experts.dispatch``. Of rows the way there and the way
+back count as equal halves: they differ by the 4 bytes of a row's weight. The gradients of fetched
+experts, which W sends, are counted with I.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
-from math import prod
 from typing import Literal, NamedTuple
 
 from megapipe.config import Config
-from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.layout.dispatch import BY_BYTES, with_dispatch
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import in_nodes
-from megapipe.model.interface import bytes_of
+from megapipe.model.interface import Collective
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.layer.tasks import Resource
 
@@ -85,22 +86,25 @@ def _beside(config: Config, layout: Layout, rank: int) -> int:
 
 
 def _sizes(config: Config, layout: Layout, layer: int) -> dict[str, Mapping[Pass, _Sizes]]:
+    """By name, but for the one in two hops, which has the sizes of one hop twice."""
     spec, rows = StageSpec(False, range(layer, layer + 1), False), config.train.microbatch
-    length = sum(layout.slice_lengths)
-    traffic = layout.model.token_traffic(spec, (), rows, length, again=False)
-    halves = {t.what: Fraction(t.bytes, 2) for t in traffic if t.collective == "all_to_all"}
-    tokens = bytes_of(layout.model.message(spec, rows, layout.local_length))
-    gathered = Fraction(tokens * layout.expert_ranks)
-    experts = sum(prod(each.shape) for each in layout.model.parameters(spec) if each.experts)
-    each = Fraction(experts, layout.microbatches)
-    weights = each * DTYPE_BYTES[layout.model.dtype]
-    gradients = each * main_bytes(layout.model.dtype)
-    none = Fraction(0)
-    return {
-        "all_to_all": {what: _Sizes(halves[what], halves[what]) for what in PASSES},
-        "all_gather": dict.fromkeys(PASSES, _Sizes(gathered, gathered)),
-        "fetch": {"F": _Sizes(weights, none), "I": _Sizes(none, gradients)},
-    }
+    found: dict[str, Mapping[Pass, _Sizes]] = {}
+    for form in BY_BYTES:
+        family = with_dispatch(config, form, layout.device)
+        sent: Counter[tuple[str, Collective]] = Counter()
+        for each in family.token_traffic(spec, (), rows, sum(layout.slice_lengths), again=False):
+            if each.among == "ep":
+                sent["I" if each.what == "W" else each.what, each.collective] += each.bytes
+        found[form] = {what: _halves(sent, what) for what in PASSES}
+    return found
+
+
+def _halves(sent: Mapping[tuple[str, Collective], int], what: Pass) -> _Sizes:
+    gathered = sent.get((what, "all_gather"), 0)
+    back = sent.get((what, "all_to_all"), 0) + sent.get((what, "reduce_scatter"), 0)
+    if not gathered:  # rows go both ways
+        return _Sizes(Fraction(back, 2), Fraction(back, 2))
+    return _Sizes(Fraction(gathered), Fraction(back))
 
 
 def _one_hop(sizes: Mapping[Pass, _Sizes], link: Resource, ranks: int, beside: int) -> Way:

@@ -3,8 +3,9 @@
 An operation takes the time of its stage's FLOPs at a share of the device's peak
 (``log.efficiency``), and that of its tensor-parallel collectives at the speed of a node's links or
 of the network; with ``kernels.overlap`` collectives of B and W count only as far as they outlast
-the weight gradients beside which they run. Rows travel to experts, which are chosen evenly, and
-back, and are waited for. The simulator lets messages and the collectives of replicas run beside
+the weight gradients beside which they run. Tokens travel to experts, which are chosen evenly, and
+back, and are waited for; in chunks only as far as their way outlasts what is computed meanwhile.
+The simulator lets messages and the collectives of replicas run beside
 operations. Latencies, the update and waits for memory are not modelled; the
 share of the peak has to cover them.
 """
@@ -23,6 +24,7 @@ from megapipe.plan.context_choice import cost_of
 from megapipe.plan.context_traffic import attentions
 from megapipe.plan.speeds import Speeds
 from megapipe.plan.traffic import (
+    BETWEEN_NODES,
     Exchange,
     largest_message,
     message_bytes,
@@ -79,9 +81,9 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
         hidden = config.kernels.overlap
         F += attentions(layout, stage, "F", "cp") * waits["F"]
         I += attentions(layout, stage, "I", "cp") * waits["I"]  # noqa: E741
-        for exchange in token_exchanges(layout, stage, config.train.microbatch):
-            waited = float(exchange.wire) / (1e9 * speed(config, exchange.members))
-            F, I = (F, I + waited) if exchange.what == "I" else (F + waited, I)  # noqa: E741
+        experts = layout.model.expert_flops(layout.stage_layers[stage]) * tokens / layout.tp / rate
+        about_tokens = _about_tokens(config, layout, stage, experts)
+        F, I, W = F + about_tokens["F"], I + about_tokens["I"], W + about_tokens["W"]  # noqa: E741
         F += _message(config, layout, stage, stage - 1) / link
         I += _message(config, layout, stage, stage + 1) / link  # noqa: E741
         times["F"].append(F + sent["F"])
@@ -107,6 +109,24 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
         gather=tuple(gather),
         buckets=buckets,
     )
+
+
+def _about_tokens(config: Config, layout: Layout, stage: int, computed: float) -> dict[str, float]:
+    """Seconds that F, I and W of a micro-batch wait for exchanges about its tokens, `computed`
+    being those of the experts' products in each. Of n chunks each hides the ways of the others."""
+    found, in_chunks = dict.fromkeys("FIW", 0.0), dict.fromkeys("FI", 0.0)
+    fetches = layout.model.conditions.dispatch == "fetch"
+    travels = "all_gather" if fetches else "all_to_all"
+    for exchange in token_exchanges(layout, stage, config.train.microbatch):
+        neighbours = layout.expert_ranks if exchange.axis == BETWEEN_NODES else exchange.members
+        seconds = float(exchange.wire) / (1e9 * speed(config, neighbours))
+        kind = exchange.what if exchange.what in found else "F"
+        chunked = exchange.what in in_chunks and exchange.collective == travels
+        (in_chunks if chunked else found)[kind] += seconds
+    share = 1 / layout.expert_chunks
+    for kind, sent in in_chunks.items():
+        found[kind] += max(sent * share, sent - computed * (1 - share))
+    return found
 
 
 def _message(config: Config, layout: Layout, stage: int, source: int) -> float:

@@ -33,11 +33,14 @@ from megapipe.layers.moe_specs import numbers_told
 from megapipe.layers.policy import loss_chunk
 from megapipe.layout.context_plan import Pass
 from megapipe.layout.layout import Layout
-from megapipe.model.interface import Collective, TensorTraffic, bytes_of
+from megapipe.model.interface import Among, Collective, TensorTraffic, bytes_of
 from megapipe.plan.buckets import BucketPlan, Group, process_buckets
 from megapipe.plan.context_traffic import Sent, attention_traffic, attentions
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 from megapipe.schedule.ir import Kind
+
+BETWEEN_NODES = "ep between nodes"
+"""Axis of the ranks that have one place in each node, over which experts are split."""
 
 SCALAR = 8
 """Counts, losses and norms are summed in fp64."""
@@ -210,7 +213,13 @@ def token_exchanges(layout: Layout, stage: int, rows: int) -> Iterator[Exchange]
     of experts; their rows are those of experts that are chosen evenly."""
     axes = {"cp": layout.cp, "tp": layout.tp}
     name = "*".join(name for name, size in axes.items() if size > 1)
-    groups = {"sequence": (name, layout.cp * layout.tp), "ep": ("ep", layout.expert_ranks)}
+    node = layout.node or 1
+    groups: dict[Among, tuple[str, int]] = {
+        "sequence": (name, layout.cp * layout.tp),
+        "ep": ("ep", layout.expert_ranks),
+        "ep in a node": ("ep in a node", node),
+        "ep between nodes": (BETWEEN_NODES, layout.expert_ranks // node),
+    }
     for each in layout.model.token_traffic(
         layout.stage_layers[stage],
         layout.spans[stage],

@@ -45,6 +45,7 @@ OF_CORPUS = (
 """Keys that say what is read, and how; what that comes out as is compared."""
 HARMLESS = (
     *("run.", "parallel.", "pipeline.", "activations.", "kernels.", "checkpoint.", "log."),
+    "experts.",
     *(*OF_CORPUS, "data.test", "data.cache", "data.workers", "data.prefetch"),
     *("optimizer.zero", "optimizer.shard_size", "optimizer.prefetch", "optimizer.post_validation"),
     *("optimizer.offload", "optimizer.offload_folder", "optimizer.window_mib"),

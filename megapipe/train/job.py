@@ -23,6 +23,7 @@ from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.cuts import check_timeable
 from megapipe.layout.devices import device_kind
+from megapipe.layout.dispatch import on_nodes
 from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
@@ -62,7 +63,8 @@ def start(
             deterministic=given.run.deterministic,
         )
     world = None if command.dry_run and not info.launched else info.world
-    config, layout = resolve(command.config, world, None, where=command.where)
+    given = on_nodes(command.config, info.local_world) if info.launched else command.config
+    config, layout = resolve(given, world, None, where=command.where)
     check_sinks(config.log)
     name = config.data.tokenizer
     if command.dry_run:
@@ -135,7 +137,14 @@ def start(
         meeting = journal.line("meeting", range(info.world))
         enter = partial(rendezvous.start_process_group, store, info, backend, timeout)
         meeting.wait(meeting.count(), enter)
-        grid = Grid(layout.pipeline_processes, layout.dp, layout.cp, layout.tp, *layout.of_experts)
+        grid = Grid(
+            layout.pipeline_processes,
+            layout.dp,
+            layout.cp,
+            layout.tp,
+            *layout.of_experts,
+            layout.node,
+        )
         mesh = ParallelMesh(grid, device=device, timeout_s=timeout, journal=journal)
         try:
             if command.time_slices:

@@ -13,6 +13,7 @@ from megapipe.context.split import Split
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import LaunchError, MegapipeError
+from megapipe.layers.dispatch import Form
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import KernelNeeds
@@ -130,7 +131,14 @@ def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Shard
     given = Sharding(mesh.tp, split, dtype, kernels=kernels)
     if config.model.moe.experts is None:
         return given
-    return replace(given, sequence=mesh.sequence, ep=mesh.ep, etp=mesh.grid.etp)
+    experts = config.experts
+    form = Form(
+        gathers=experts.dispatch == "all_gather",
+        fetches=experts.dispatch == "fetch",
+        hops=mesh.expert_hops,
+        chunks=experts.chunks,
+    )
+    return replace(given, sequence=mesh.sequence, ep=mesh.ep, etp=mesh.grid.etp, form=form)
 
 
 def _selected(config: Config, layout: Layout, mesh: ParallelMesh, *, cut: bool) -> Kernels:

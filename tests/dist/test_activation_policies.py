@@ -10,8 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megapipe.config import Config
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import numbers_told
+from megapipe.layout import freed
 from megapipe.layout.layout import Layout
 from megapipe.model.gpt.saved import Sizes, held, held_tensors
 from megapipe.model.gpt.workspace import peaks
@@ -101,18 +103,10 @@ def measure_all(world: World, given: list[Case]) -> list[Alive]:
     return alive
 
 
-def sizes_of(case: Case, layout: Layout) -> Sizes:
-    return Sizes(
-        layout.local_length,
-        case.batch,
-        case.tp,
-        case.sequence_parallel,
-        cp=case.cp,
-        ep=case.ep,
-        etp=case.etp,
-        ulysses=layout.split.ulysses,
-        exchanging=attention_workspace(layout, case.batch, layout.local_length),
-    )
+def sizes_of(config: Config, layout: Layout) -> Sizes:
+    piece = layout.local_length, config.train.microbatch
+    sizes = freed.sizes_of(config, layout.device, layout.split, *piece)
+    return sizes._replace(exchanging=attention_workspace(layout, piece[1], piece[0]))
 
 
 def test_bytes_where_positions_are_split() -> None:
@@ -170,6 +164,10 @@ def test_bytes_of_experts() -> None:
             (several, "selective", "gpt2", "shared, gated"),
             (several, "full, two together", "llama", "top 2"),
             (replace(split, etp=2), "keep", "llama", "residual"),
+            (replace(several, dispatch="all_gather"), "keep", "llama", "top 2"),
+            (replace(several, expert_chunks=2), "keep", "gpt2", "top 2"),
+            (replace(several, dispatch="fetch"), "keep", "llama", "top 2"),
+            (replace(split, dispatch="fetch", etp=2), "full", "llama", "top 2"),
         )
     ]
     check_bytes(given, measure_evenly)
@@ -183,7 +181,7 @@ def check_bytes(given: list[Case], measured: Measure = measure_all) -> None:
     for results in run_world(2, measured, given, timeout_s=120):
         for case, alive in zip(given, results, strict=True):
             config, layout = configure(case)
-            sizes = sizes_of(case, layout)
+            sizes = sizes_of(config, layout)
             experts = layout.model.experts()
             of_stage = [layer for layer in layout.stage_layers[1].layers if layer in experts]
             told = [8 * numbers_told({layer: experts[layer]}) for layer in of_stage]
@@ -241,7 +239,7 @@ def test_peaks_within_operations_where_positions_are_split(cp: int) -> None:
     for i, case in enumerate(given):
         config, layout = configure(case)
         spec, spans = layout.stage_layers[1], layout.spans[1]
-        formula = peaks(config.model, spec, spans, sizes_of(case, layout), most_tokens=0)
+        formula = peaks(config.model, spec, spans, sizes_of(config, layout), most_tokens=0)
         for kind in ("F", "I"):
             measured = max(of_rank[i][kind] for of_rank in results)
             assert getattr(formula, kind) == measured, f"{case.name}: {kind}"
@@ -262,7 +260,7 @@ def check_peaks(given: list[Case]) -> None:
     for results in run_world(2, measure_within, given, timeout_s=120):
         for case, within in zip(given, results, strict=True):
             config, layout = configure(case)
-            sizes = sizes_of(case, layout)
+            sizes = sizes_of(config, layout)
             spec, spans = layout.stage_layers[1], layout.spans[1]
             formula = peaks(config.model, spec, spans, sizes, most_tokens=0)
             for kind, measured in within.items():

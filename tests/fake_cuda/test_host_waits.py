@@ -125,13 +125,17 @@ EXPERTS = [
     Case(moe="shared, gated", activations="full", m=2, layers=2),
     Case(dp=2, ep=2, moe="capacity, position", layers=2),
     Case(tp=2, sequence_parallel=True, etp=2, moe="groups", layers=4, m=2),
+    Case(dp=2, ep=2, moe="top 2", layers=2, dispatch="all_gather", expert_chunks=2),
+    Case(dp=2, ep=2, moe="capacity, choice", layers=2, m=2, expert_chunks=3),
+    Case(dp=2, etp=2, moe="top 2", layers=2, dispatch="fetch", expert_chunks=2),
+    Case(dp=4, ep=4, moe="top 2", layers=2, dispatch="hierarchical", node=2),
     Case(moe="step", layers=2, m=2),
     Case(moe="groups", layers=2, m=2, dtype="bf16", grouped=True),
     replace(PIPELINE, moe="residual", layers=4),
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_layers_with_experts_tell_the_host_their_rows_once(world: int) -> None:
     """For each micro-batch, also where a layer is run again: sizes of tensors follow from that."""
     cases = [case for case in EXPERTS if case.world == world]

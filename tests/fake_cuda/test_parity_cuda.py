@@ -28,6 +28,8 @@ CASES = [
     Case(cp=2, model="llama", kv_heads=2, masked=0.3),
     Case(pp=2, m=4, moe="top 2", masked=0.3),
     Case(moe="groups", dtype="bf16"),
+    Case(dp=2, ep=2, moe="top 2", layers=2, dispatch="all_gather", expert_chunks=2),
+    Case(dp=2, ep=2, moe="capacity, choice", layers=2, expert_chunks=3, activations="full"),
     Case(cp=2, context="ulysses", masked=0.3, activations="full, attention kept"),
     Case(cp=2, model="capped", documents=True, masked=0.3, sequence=12),
     Case(pp=2, m=3, documents=True, activations="full, attention kept", sequence=12),
@@ -36,6 +38,10 @@ CASES = [
     Case(cp=4, context="teams", sequence=16, model="llama"),
     Case(cp=2, dp=2, context="queries travel", zero=3),
     Case(cp=4, sequence=16, masked=0.3),
+    Case(dp=4, ep=2, etp=2, moe="top 2", layers=2, dispatch="fetch", expert_chunks=2),
+    Case(
+        dp=4, etp=2, ep=2, moe="top 2", layers=2, dispatch="hierarchical", node=2, expert_chunks=2
+    ),
     Case(cp=2, pp=2, context="all_gather", schedule="seq1f1b", slices=2, m=3, sequence=16),
     replace(SHARDED, zero=2, reduce_chunk_mib=0.01),
     replace(SHARDED, zero=3, activations="offload", model="llama"),

@@ -85,6 +85,10 @@ class Case:
     etp: int = 1
     grouped: bool = False
     """One kernel for the products of all experts."""
+    dispatch: str = "all_to_all"
+    node: int | None = None
+    """Ranks of a node, where dispatch is hierarchical."""
+    expert_chunks: int = 1
     lora: str | None = None
     """Adapters are trained, beside the layers of that name in ADAPTED."""
     model: str = "gpt2"
@@ -128,7 +132,8 @@ class Case:
     @property
     def grid(self) -> Grid:
         """Of its processes."""
-        return Grid(1 if self.in_process else self.pp, self.dp, self.cp, self.tp, *self.of_experts)
+        pp = 1 if self.in_process else self.pp
+        return Grid(pp, self.dp, self.cp, self.tp, *self.of_experts, self.node)
 
     @property
     def name(self) -> str:
@@ -174,6 +179,11 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "sequence_parallel": case.sequence_parallel,
             },
             "context": context_of(case),
+            "experts": {
+                "dispatch": case.dispatch,
+                "node": case.node,
+                "chunks": case.expert_chunks,
+            },
             "pipeline": {
                 "schedule": case.schedule,
                 "chunks": case.chunks,
@@ -330,6 +340,9 @@ def plain(case: Case) -> Case:
         pp=1,
         ep=1,
         etp=1,
+        dispatch="all_to_all",
+        node=None,
+        expert_chunks=1,
         chunks=None,
         m=case.m * case.dp,
         schedule="1f1b",

@@ -26,7 +26,9 @@ def first_loss(world: World, argv: list[str]) -> tuple[float, list[np.ndarray[An
     """The loss of a run's first step, and tokens, labels and mask of its batch."""
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(parse(argv).config, world.size, tokenizer.vocab_size)
-    mesh = world.mesh(Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.of_experts))
+    mesh = world.mesh(
+        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.of_experts, layout.node)
+    )
     with StopRequest() as stop:
         trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
     batch = trainer.training.rows(range(BATCH))

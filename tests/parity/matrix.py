@@ -78,6 +78,8 @@ DIMENSIONS: dict[str, list[Any]] = {
         *(("top 2", 4, 1), ("capacity, choice", 2, 2), ("groups", 2, 1), ("top 2", 1, 2)),
         *(("step", 2, 1), ("random", 1, 1)),
     ],
+    "dispatch": [("all_to_all", None), ("all_gather", None), ("hierarchical", 2), ("fetch", None)],
+    "expert_chunks": [1, 3],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [
         *("keep", "stage", "full, two together", "of each some"),
@@ -94,6 +96,7 @@ JOINT = {
     "schedule": ("schedule", "chunks"),
     "state": ("state_dtype", "master", "rounding"),
     "moe": ("moe", "ep", "etp"),
+    "dispatch": ("dispatch", "node"),
 }
 """Dimensions that give several fields of a case their values."""
 ELSEWHERE = {
@@ -124,6 +127,8 @@ ELSEWHERE = {
 """Fields of a case that are no dimension, and why, or where they vary."""
 PLAIN_SHARE = {
     "moe": 0.9,
+    "dispatch": 0.9,
+    "expert_chunks": 0.9,
     "lora": 0.9,
     "compile": 0.95,
     "dropout": 0.75,
@@ -165,6 +170,7 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (c["scatter"] == "on" and not _are_messages_alike(c))
         or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
         or (c["moe"][0] is not None and not _can_have_experts(c))
+        or not _can_be_dispatched(c)
         or not _can_be_split(c)
     )
 
@@ -198,6 +204,14 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
     return not split and not other and c["dtype"] in ("fp64", "fp32")
 
 
+def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
+    """Whether tokens go to experts of other ranks, which are enough for the form."""
+    (moe, ep, etp), (dispatch, node), chunks = c["moe"], c["dispatch"], c["expert_chunks"]
+    if ep * etp == 1:
+        return dispatch == "all_to_all" and chunks == 1
+    return chunks <= MOE[moe]["experts"] // ep and (node is None or node < ep * etp)
+
+
 def _remembers(c: Mapping[str, Any]) -> bool:
     """Whether routing goes by the choices of the step before."""
     return not {"bias_rate", "balance_scope"}.isdisjoint(MOE[c["moe"][0]])
@@ -228,11 +242,18 @@ def _can_be_compiled(c: Mapping[str, Any]) -> bool:
 
 
 def fit(rng: random.Random, choice: Choice, given: Mapping[str, Any]) -> Choice:
-    """A drawn choice whose context has ranks, or is the plain one."""
+    """A drawn choice whose context has ranks, or is the plain one; and likewise what goes to
+    experts of other ranks."""
     if "layout" not in given and choice["context"] != "ring" and "context" in given:
         choice["layout"] = rng.choice(SPLIT)
     if "context" not in given and choice["layout"][1] == 1:
         choice["context"] = "ring"
+    if not _can_be_dispatched(choice):
+        if "moe" not in given and not given.keys().isdisjoint(("dispatch", "expert_chunks")):
+            of = [moe for moe in DIMENSIONS["moe"] if _can_be_dispatched(choice | {"moe": moe})]
+            choice["moe"] = rng.choice(of or [choice["moe"]])
+        for name in {"dispatch", "expert_chunks"} - given.keys():
+            choice[name] = DIMENSIONS[name][0]
     return choice
 
 

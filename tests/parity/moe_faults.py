@@ -10,15 +10,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapipe.layers import experts, routing
-from megapipe.layers.expert_rows import Dispatch, Rows
-from megapipe.layers.experts import Experts, ExpertsTask
+from megapipe.layers import dispatch, experts, routing
+from megapipe.layers.dispatch import Homeward, RowsTravel
+from megapipe.layers.expert_fetch import Matrices
+from megapipe.layers.expert_rows import Rows
+from megapipe.layers.expert_tasks import ExpertsTask
+from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.parameter import spec_of
 from megapipe.layers.routing import Chosen
 from megapipe.layers.token_shards import TokenShards
+from megapipe.layers.weight_grad import main_grad
 from megapipe.model.gpt.mixture import Mixture
+from megapipe.ops.grouped import each_expert
 from megapipe.optim.policy import BucketGroups
 from megapipe.optim.rules import layerwise, muon
 from megapipe.optim.shard import Shard
@@ -62,8 +67,8 @@ def weights_renormalised_after_dropping() -> Patch:
 def dropped_choices_take_the_last_row() -> Patch:
     of = Rows.of.__func__  # type: ignore[attr-defined]
 
-    def wrong(choice: Tensor, total: int) -> Rows:
-        rows: Rows = of(Rows, choice, total)
+    def wrong(choice: Tensor, *numbers: int) -> Rows:
+        rows: Rows = of(Rows, choice, *numbers)
         return rows._replace(slots=rows.slots.clamp(max=rows.total - 1))
 
     return mock.patch.object(Rows, "of", wrong)
@@ -161,16 +166,18 @@ def gradient_of_an_expert_overwritten() -> Patch:
     run = ExpertsTask.run
 
     def wrong(self: ExpertsTask) -> None:
-        for expert, _ in experts.each_expert(self._ends):
-            experts.main_grad(self.weight)[expert] = 0
+        for expert, _ in each_expert(self._ends):
+            main_grad(self.weight)[expert] = 0
         run(self)
 
     return mock.patch.object(ExpertsTask, "run", wrong)
 
 
 def biases_of_experts_not_weighted() -> Patch:
-    def wrong(self: Experts, inner: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
-        return narrow(self, inner, torch.ones_like(weight), ends)
+    def wrong(
+        self: Experts, of: Matrices, ends: Sequence[int], inner: Tensor, weight: Tensor
+    ) -> Tensor:
+        return narrow(self, of, ends, inner, torch.ones_like(weight))
 
     narrow = Experts.narrow
     return mock.patch.object(Experts, "narrow", wrong)
@@ -246,29 +253,20 @@ def gradients_of_experts_multiplied_by_ep() -> Patch:
 
 
 def rows_come_back_in_the_order_of_experts() -> Patch:
-    back = Dispatch.back
-
-    def wrong(self: Dispatch, rows: Tensor) -> Tensor:
-        return back(self._replace(order=torch.arange(len(rows))), rows)
-
-    return mock.patch.object(Dispatch, "back", wrong)
+    return mock.patch.object(RowsTravel, "departure", lambda self, number, rows: rows)
 
 
 def rows_are_computed_in_the_order_of_ranks() -> Patch:
-    there = Dispatch.there
+    def wrong(self: Any, number: int) -> Tensor:
+        return self._trips.pop(number).arrived()
 
-    def wrong(self: Dispatch, rows: Tensor) -> Tensor:
-        arrived = there(self, rows)
-        assert self.order is not None
-        return torch.empty_like(arrived).index_copy_(0, self.order, arrived)
-
-    return mock.patch.object(Dispatch, "there", wrong)
+    return mock.patch.object(dispatch._RowsOut, "take", wrong)
 
 
 def gradient_of_the_weights_of_others_lost() -> Patch:
-    back = Dispatch.back
+    give = Homeward.give
     return mock.patch.object(
-        Dispatch, "back", lambda self, x: back(self, x * 0 if x.dim() == 1 else x)
+        Homeward, "give", lambda self, x: give(self, x * 0 if x.dim() == 1 else x)
     )
 
 
@@ -283,12 +281,13 @@ def bias_added_by_all_who_share_an_expert() -> Patch:
 
 
 def results_of_one_part_of_an_expert_only() -> Patch:
-    back = Dispatch.back
+    give = Homeward.give
 
-    def wrong(self: Dispatch, rows: Tensor) -> Tensor:
-        return back(self, rows if self.ep.index % self.etp == 0 else rows * 0)
+    def wrong(self: Homeward, rows: Tensor) -> None:
+        _, ep, etp, _ = self._dispatch.plan
+        give(self, rows if ep.index % etp == 0 else rows * 0)
 
-    return mock.patch.object(Dispatch, "back", wrong)
+    return mock.patch.object(Homeward, "give", wrong)
 
 
 def router_gradient_of_one_shard_only() -> Patch:

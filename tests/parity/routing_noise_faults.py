@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megapipe.layers import routing
-from megapipe.layers.experts import Experts, RouterTask
+from megapipe.layers.expert_tasks import RouterTask
+from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.routing_noise import TokenNoise
 from megapipe.layers.token_shards import TokenShards

@@ -101,7 +101,9 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
     config: Config = parse(arguments({**base, **this.settings, "run.name": this.name})).config
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(config, world.size, tokenizer.vocab_size)
-    mesh = world.mesh(Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.of_experts))
+    mesh = world.mesh(
+        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.of_experts, layout.node)
+    )
     outcome: dict[str, Any] = {"error": None, "validation": math.nan}
     witness = Witness(this, outcome)
     trainer = None
@@ -200,7 +202,9 @@ def save_as_loaded(world: World, settings: Mapping[str, str], source: str, targe
     given = {**settings, "checkpoint.load": source, "run.name": "again"}
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(parse(arguments(given)).config, world.size, tokenizer.vocab_size)
-    mesh = world.mesh(Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.of_experts))
+    mesh = world.mesh(
+        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.of_experts, layout.node)
+    )
     with StopRequest() as stop:
         trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)
     trainer.saving.checkpoints = Path(target)

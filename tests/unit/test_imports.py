@@ -38,6 +38,7 @@ FLOORS = (
     "checkpoint_config",
     "context_config",
     "data_config",
+    "experts_config",
     "lora_config",
     "numbers_config",
     "parallel_config",

@@ -17,10 +17,10 @@ from megapipe.layers.policy import Span
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.gpt import checks, traffic
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
+from megapipe.model.gpt.flops import causal_flops, expert_flops, head_flops, layer_flops
 from megapipe.model.gpt.lora import adapter_flops, with_adapters
 from megapipe.model.gpt.moe import buffers, row_widths, unused_parameters
-from megapipe.model.gpt.moe_traffic import routing_traffic, rows_traffic
+from megapipe.model.gpt.moe_traffic import matrices_traffic, routing_traffic, rows_traffic
 from megapipe.model.gpt.parameters import known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.gpt.work import Once, part_costs, stage_work
@@ -180,6 +180,11 @@ class GPT(Family):
         added = 3 * self.layers * self._adapter_flops
         return 2 * self.forward_flops(self.whole) + scores + added
 
+    def expert_flops(self, stage: StageSpec) -> int:
+        model = self.model
+        layers = sum(map(model.moe.has_experts, stage.layers))
+        return layers * expert_flops(model) if layers else 0
+
     def causal_flops(self, length: int) -> int:
         return causal_flops(self.model, length)
 
@@ -241,8 +246,12 @@ class GPT(Family):
         self, stage: StageSpec, spans: Sequence[Span], rows: int, length: int, *, again: bool
     ) -> Iterator[TokenTraffic]:
         given = self.conditions
-        if any(map(self.model.moe.has_experts, stage.layers)):
-            yield from routing_traffic(self.model, stage, given, rows, length)
+        if not any(map(self.model.moe.has_experts, stage.layers)):
+            return
+        yield from routing_traffic(self.model, stage, given, rows, length)
+        if given.dispatch == "fetch":
+            yield from matrices_traffic(self.model, stage, spans, given, again=again)
+        else:
             yield from rows_traffic(self.model, stage, spans, given, rows, length, again=again)
 
     @property

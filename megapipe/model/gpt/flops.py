@@ -31,6 +31,12 @@ def layer_flops(
     return 2 * (weights + scores)
 
 
+def expert_flops(model: ModelConfig) -> int:
+    """FLOPs of the forward of a token's experts, in one layer."""
+    matrices, moe = 3 if model.gated else 2, model.moe
+    return 2 * model.hidden * matrices * moe.top_k * known(moe.ffn)
+
+
 def causal_flops(model: ModelConfig, length: int) -> int:
     """FLOPs of one layer's forward on the first `length` tokens of a sequence, on average.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megapipe.dtypes import DTYPE_BYTES
+from megapipe.dtypes import DTYPE_BYTES, main_bytes
 from megapipe.layers.policy import Span
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.moe import routing_of
+from megapipe.model.gpt.moe import mixture_parameters, routing_of
 from megapipe.model.gpt.moe_memory import CHOICE, COUNT, high_bytes
 from megapipe.model.gpt.parameters import known
-from megapipe.model.interface import Conditions, TokenTraffic
+from megapipe.model.interface import Among, Collective, Conditions, TokenTraffic
 from megapipe.model.partition import StageSpec
 
 
@@ -27,7 +27,8 @@ def routing_traffic(
     if routing.scope != "step":
         scopes = rows if routing.scope == "sequence" else 1
         yield TokenTraffic("sequence", "all_reduce", "routing", layers, scopes * counts)
-    yield TokenTraffic("ep", "all_gather", "routing", layers, given.ep * given.etp * counts)
+    if given.dispatch != "fetch":
+        yield TokenTraffic("ep", "all_gather", "routing", layers, given.ep * given.etp * counts)
     if moe.capacity is None:
         return
     choices = layers * rows * length * moe.top_k
@@ -47,35 +48,71 @@ def rows_traffic(
     *,
     again: bool,
 ) -> Iterator[TokenTraffic]:
-    """Rows on their way to their experts and back, of a rank's part of a piece, none dropped. In a
-    run for the graph alone outputs do not come back."""
+    """Tokens on their way to their experts and back, of a rank's part of a piece, none dropped. In
+    a run for the graph alone outputs do not come back."""
     moe = model.moe
-    layers = list(filter(moe.has_experts, stage.layers))
+    layers = sum(map(moe.has_experts, stage.layers))
     repeated, without_outputs = _run_again(model, stage, spans, again=again)
-    runs = len(layers) + repeated
-    sent = rows * length // (given.cp * given.tp) * moe.top_k * given.etp
+    runs = layers + len(repeated)
+    tokens = rows * length // (given.cp * given.tp)
     row, weight = model.hidden * DTYPE_BYTES[model.dtype], high_bytes(model)
+    if given.dispatch == "all_gather":
+        whole = given.ep * given.etp * tokens
+        forward = row + moe.top_k * (weight + CHOICE)
+        yield TokenTraffic("ep", "all_gather", "F", 3 * runs, runs * whole * forward)
+        yield TokenTraffic("ep", "all_gather", "I", layers, layers * whole * row)
+        out = ins = 0, 0
+    else:
+        out, ins = (2 * runs, runs * (row + weight)), (layers, layers * row)
     back = runs - without_outputs
-    forward = runs * (row + weight) + back * row
-    yield TokenTraffic("ep", "all_to_all", "F", 2 * runs + back, sent * forward)
-    backward = len(layers) * (2 * row + weight)
-    yield TokenTraffic("ep", "all_to_all", "I", 3 * len(layers), sent * backward)
+    sent = tokens * moe.top_k * given.etp
+    hops: tuple[Among, ...] = ("ep",)
+    if given.dispatch == "hierarchical":
+        hops = "ep in a node", "ep between nodes"
+    for what, calls, each in (
+        ("F", out[0] + back, out[1] + back * row),
+        ("I", ins[0] + 2 * layers, ins[1] + layers * (row + weight)),
+    ):
+        for hop in hops:
+            yield TokenTraffic(hop, "all_to_all", what, calls * given.expert_chunks, sent * each)
+
+
+def matrices_traffic(
+    model: ModelConfig, stage: StageSpec, spans: Sequence[Span], given: Conditions, *, again: bool
+) -> Iterator[TokenTraffic]:
+    """Matrices of experts on their way to tokens of a piece, and gradients on their way home."""
+    layers = list(filter(model.moe.has_experts, stage.layers))
+    repeated, _ = _run_again(model, stage, spans, again=again)
+
+    def exchange(
+        collective: Collective, what: str, of: Sequence[int], chunks: int, size: int
+    ) -> TokenTraffic:
+        each = [spec for layer in of for spec in mixture_parameters(model, layer) if spec.experts]
+        numel = sum(spec.local_numel(1, given.ep, given.etp) for spec in each)
+        whole = given.ep * given.etp * numel * size
+        return TokenTraffic("ep", collective, what, chunks * len(each), whole)
+
+    size, main = DTYPE_BYTES[model.dtype], main_bytes(model.dtype)
+    yield exchange("all_gather", "F", layers + repeated, given.expert_chunks, size)
+    yield exchange("all_gather", "I", layers, given.expert_chunks, size)
+    yield exchange("reduce_scatter", "W", layers, 1, main)
 
 
 def _run_again(
     model: ModelConfig, stage: StageSpec, spans: Sequence[Span], *, again: bool
-) -> tuple[int, int]:
+) -> tuple[list[int], int]:
     """Layers with experts that are run again, and how many of them for the graph alone."""
     layers, moe = list(stage.layers), model.moe
     graph_only = not model.post_norms and moe.shared_gate == "none"
     if again:
         last = bool(layers) and not stage.head and graph_only and moe.has_experts(layers[-1])
-        return sum(map(moe.has_experts, layers)), int(last)
-    repeated, without, start = 0, 0, 0
+        return list(filter(moe.has_experts, layers)), int(last)
+    repeated: list[int] = []
+    without = start = 0
     for span in spans:
         own = layers[start : start + span.blocks]
         start += span.blocks
         if "block" in span.policy.recompute:
-            repeated += sum(map(moe.has_experts, own))
+            repeated += filter(moe.has_experts, own)
             without += graph_only and moe.has_experts(own[-1])
     return repeated, without

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.layers import routing
-from megapipe.layers.expert_rows import Counts, Dispatch, Rows, count_rows
+from megapipe.layers.dispatch import Form, dispatch_of
+from megapipe.layers.expert_rows import Rows, count_rows
 from megapipe.layers.moe_specs import Drop, Routing, Scope, most_rows
 from megapipe.layers.routing import Chosen
 
@@ -148,40 +149,21 @@ def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
     choice = torch.tensor([[2, 0], [0, ~2], [2, 1], [~1, 0]], dtype=torch.int16)
     counts = count_rows(choice, 4, Axis.alone())
     assert counts.of_ranks == [[3, 1, 2, 0]]
-    rows, dispatch = Rows.of(choice, 6), Dispatch.of(counts, Axis.alone(), 1)
-    assert dispatch.ends == [3, 4, 6, 6]
+    dispatch = dispatch_of(choice, counts, Axis.alone(), 1, Form())
+    rows = dispatch.rows
+    assert dispatch.plan.ends == [3, 4, 6, 6]
     assert rows.order[:6].tolist() == [1, 2, 7, 5, 0, 4]
     assert rows.slots.tolist() == [[4, 0], [1, 6], [5, 3], [6, 2]]
     x = torch.arange(8.0).view(4, 2)
     gathered = rows.gather(x)
     assert gathered.tolist() == [x[t].tolist() for t in (0, 1, 3, 2, 0, 2)]
-    added = rows.add_up(dispatch.back(dispatch.there(gathered)), torch.float64)
+    home = dispatch.home()
+    for _, numbers, (here,) in dispatch.in_turn(dispatch.choices(rows.slots), dispatch.tokens(x)):
+        assert numbers.tolist() == list(range(6))
+        assert torch.equal(here, gathered)
+        home.give(here)
+    added = rows.add_up(home.arrived(), torch.float64)
     assert added.tolist() == [(n * x[t]).tolist() for t, n in enumerate((2, 1, 2, 1))]
-
-
-def told(of_ranks: list[list[int]]) -> Counts:
-    return Counts(of_ranks, torch.tensor(of_ranks))
-
-
-def test_rows_of_other_ranks_are_put_into_the_order_of_experts_and_then_of_ranks() -> None:
-    """Of two ranks with two of four experts each; counts are by rank and expert."""
-    counts = told([[2, 0, 1, 3], [0, 1, 2, 0]])
-    first, second = (Dispatch.of(counts, Axis(2, index, (0, 1), None), 1) for index in (0, 1))
-    assert (first.sends, first.receives, first.ends) == ([2, 4], [2, 1], [2, 3])
-    assert (second.sends, second.receives, second.ends) == ([1, 2], [4, 2], [3, 6])
-    assert first.order is not None
-    assert second.order is not None
-    assert first.order.tolist() == [0, 1, 2]
-    assert second.order.tolist() == [0, 4, 5, 1, 2, 3]
-
-
-def test_all_who_share_an_expert_get_its_rows() -> None:
-    """Of four ranks, two with each half of the experts."""
-    counts = told([[1, 2], [0, 3], [0, 0], [2, 0]])
-    ranks = [Dispatch.of(counts, Axis(4, index, (0, 1, 2, 3), None), 2) for index in range(4)]
-    assert [each.sends for each in ranks] == [[1, 1, 2, 2], [0, 0, 3, 3], [0] * 4, [2, 2, 0, 0]]
-    assert [each.receives for each in ranks] == [*[[1, 0, 0, 2]] * 2, *[[2, 3, 0, 0]] * 2]
-    assert [each.ends for each in ranks] == [[3], [3], [5], [5]]
 
 
 @pytest.mark.parametrize("softmax", [True, False])

@@ -36,6 +36,9 @@ SMALL = (
 TOKENS = ROWS * LENGTH
 ROW_BYTES = TOKENS * K * (2 * H * 2 + 4)
 """There and back in a pass, of which each row has a weight in fp32 one way."""
+GATHERED = 8 * TOKENS * (2 * H * 2 + K * (4 + 2)) + TOKENS * K * (2 * H * 2 + 4)
+"""Both passes: tokens of 8 ranks, in F with their weights and choices, and rows back, in I with the
+gradients of weights."""
 
 
 def given(*keys: str) -> tuple[Config, Layout]:
@@ -56,10 +59,8 @@ def test_bytes_are_those_of_the_formulas() -> None:
     own = {name: (way.within, way.between) for name, way in ways(*given(), 1).items()}
     assert own["all_to_all"] == (2 * ROW_BYTES * 3 / 8, 2 * ROW_BYTES * 4 / 8)
     assert own["hierarchical"] == (2 * ROW_BYTES * 3 / 4, 2 * ROW_BYTES / 2)
-    gathered = 4 * TOKENS * H * 2
-    assert own["all_gather"] == (gathered * 3, gathered * 4)
-    micro_batches = 64 // 8 // ROWS
-    matrices = E * 3 * H * F * (2 + 4) / micro_batches
+    assert own["all_gather"] == (GATHERED * 3 / 8, GATHERED * 4 / 8)
+    matrices = E * 3 * H * F * (2 + 2 + 4)
     assert own["fetch"] == (matrices * 3 / 8, matrices * 4 / 8)
 
 
@@ -72,7 +73,7 @@ def test_all_gather_is_less_where_choices_are_more_than_ranks() -> None:
 
 @pytest.mark.parametrize(("sequences", "fewer"), [(1, False), (2, True), (4, True), (64, True)])
 def test_fetching_is_less_from_a_number_of_tokens_on(sequences: int, fewer: bool) -> None:
-    """Row 7.15 (Janus), of a forward with one micro-batch a step: 2 T k h values of rows against
+    """Row 7.15 (Janus), of the forward of a micro-batch: 2 T k h values of rows against
     E q h f of experts, from 192 tokens on. In bytes a row is 4 longer."""
     keys = (f"train.microbatch={sequences}", f"train.global_batch={8 * sequences}")
     sent = {
@@ -103,7 +104,7 @@ def test_ranks_of_a_group_on_other_nodes() -> None:
 )
 def test_ranks_with_parts_of_a_sequence_send_their_tokens(keys: tuple[str, ...]) -> None:
     assert of("all_to_all", *keys).between == ROW_BYTES / 2
-    assert of("all_gather", *keys).between == 4 * TOKENS // 2 * H * 2 * 4
+    assert of("all_gather", *keys).between == GATHERED / 2 * 4 / 8
 
 
 def seconds_of(name: str, chunks: int, latency: float) -> float:

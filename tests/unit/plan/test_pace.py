@@ -78,6 +78,42 @@ def test_rows_of_experts_are_waited_for(extra: tuple[str, ...]) -> None:
     assert between - seconds(*overrides) == pytest.approx(waited)
 
 
+def test_chunks_hide_what_travels_behind_what_is_computed() -> None:
+    """Of n chunks one way is waited for at least; and all that outlasts the products of the others,
+    whose FLOPs are a third each of F, of I and of W."""
+    experts = ("model.moe.experts=8", "parallel.dp=2", "parallel.ep=2", "kernels.overlap=false")
+    overrides = (*experts, "model.tied_embeddings=false", *MESH, "pipeline.schedule=1f1b")
+    config, layout = plan(*overrides)
+    told = [e for e in step_traffic(config, layout, 0) if e.collective == "all_to_all"]
+    ways = [float(sum(e.wire for e in told if e.what == kind)) / 2e9 for kind in "FI"]
+    tokens = config.train.global_batch * config.train.sequence_length / 2
+    flops = 4 * 2 * config.model.hidden * 2 * 2 * config.model.moe.ffn * tokens  # type: ignore[operator]
+
+    for chunks in (2, 4):
+        share = 1 / chunks
+        for rate, hidden in ((1e6, True), (1e-6, False)):
+            peak = f"log.peak_tflops={rate}"
+            saved = seconds(*overrides, peak) - seconds(
+                *overrides, peak, f"experts.chunks={chunks}"
+            )
+            own = flops / (rate * 0.5e12)
+            wanted = [min(way, own) * (1 - share) for way in ways]
+            assert saved == pytest.approx(sum(wanted), rel=1e-6), hidden
+
+
+def test_two_hops_go_over_two_links() -> None:
+    """Three quarters of the bytes cross between the two nodes in one hop of four ranks, half of
+    them in two hops, and half stay within nodes."""
+    experts = ("model.moe.experts=4", "parallel.dp=4", "parallel.ep=4", "parallel.per_node=2")
+    overrides = (*experts, "model.tied_embeddings=false", *MESH)
+    config, layout = plan(*overrides)
+    told = [e for e in step_traffic(config, layout, 0) if e.collective == "all_to_all"]
+    whole = float(sum(e.bytes for e in told))
+    hops = seconds(*overrides, "experts.dispatch=hierarchical", "experts.node=2")
+    flat = 3 / 4 * whole / 0.5e9
+    assert seconds(*overrides) - hops == pytest.approx(flat - whole / 2 / 0.5e9 - whole / 2 / 2e9)
+
+
 def test_stages_of_two_holders_wait_once() -> None:
     """Both ways take as long as one."""
     shape = ("parallel.pp=2", "parallel.tp=2", "train.global_batch=16", *MESH)

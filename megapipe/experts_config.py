@@ -1,0 +1,30 @@
+"""The section `experts` of the configuration: how tokens get to the experts of other ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megapipe.section import Section
+
+
+class ExpertsConfig(Section):
+    """How tokens get to their experts on other ranks and back (docs/moe.md), where these are split
+    by `parallel.ep` or `parallel.etp`. No key changes a result."""
+
+    dispatch: Literal["all_to_all", "all_gather", "hierarchical", "fetch", "auto"] = "all_to_all"
+    """all_to_all: a row for each choice of a token goes to the rank of its expert. hierarchical:
+    the same in two hops, within the node and between nodes, whose messages are fewer and larger
+    (Tutel, Hwang et al., 2206.03382). all_gather: all tokens go to all ranks, and results come back
+    as rows; fewer bytes where a token has more choices than there are ranks. fetch: tokens stay,
+    and each rank gets the matrices of all experts and gives their gradients back; fewer bytes where
+    tokens are many and experts small (Janus, Liu et al., 2023). auto: all_to_all, all_gather or
+    fetch, whichever is fewest bytes where experts are chosen evenly."""
+    node: int | None = Field(None, ge=2)
+    """Ranks of a node, for dispatch=hierarchical; default: as many as the launcher has started on
+    one, in a plan without a launcher `parallel.per_node`."""
+    chunks: int = Field(1, ge=1, le=8)
+    """Parts in which a rank computes its experts, each with the rows for some of them: those of the
+    next part travel meanwhile (with dispatch=fetch its matrices), and the results of the one before
+    (PipeMoE, FasterMoE)."""

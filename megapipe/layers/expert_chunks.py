@@ -1,0 +1,86 @@
+"""Chunks of experts: some of those of each rank, and how many rows there are for them.
+
+Chunk i of a layer is the i-th part of the experts of each rank, so that a rank can compute with it
+while the rows of the next one travel. An expert is in one chunk, so its products are the same as
+without chunks. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+Counts = Sequence[Sequence[int]]
+"""Rows that each rank of the group has for each of all experts."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some experts of each rank of an expert-parallel group, as one of the ranks sees them."""
+
+    counts: Counts
+    of_each: int
+    """Experts of a rank, in all chunks."""
+    etp: int
+    """Neighbours in the group with parts of the same experts."""
+    experts: slice
+    """Among those of a rank."""
+    own: slice
+    """Among the rows of the tokens here."""
+    here: slice
+    """Among the rows of the experts here."""
+    ends: Sequence[int]
+    """Of the rows of each of these experts, among those of the chunk."""
+
+    def moved(self, source: int, member: int) -> int:
+        """Rows of this chunk that one rank has for the experts of another."""
+        first = self.of_each * (member // self.etp)
+        return sum(self.counts[source][first + self.experts.start : first + self.experts.stop])
+
+
+def fetched_chunks(counts: Sequence[int], ranks: int, number: int) -> list[Chunk]:
+    """The chunks of a layer whose experts, which so many ranks have the same number of, travel to
+    the rows here: in each those of the first rank come first."""
+    of_each = len(counts) // ranks
+    edges = _edges(of_each, number)
+    found, start = [], 0
+    for first, last in pairwise(edges):
+        own = [counts[of_each * rank + i] for rank in range(ranks) for i in range(first, last)]
+        rows = slice(start, start + sum(own))
+        part, ends = slice(first, last), list(accumulate(own))
+        found.append(Chunk([counts], of_each, 1, experts=part, own=rows, here=rows, ends=ends))
+        start = rows.stop
+    return found
+
+
+def chunks_of(counts: Counts, index: int, etp: int, number: int) -> list[Chunk]:
+    """The chunks of a layer on the rank that is `index` in the group."""
+    ranks = len(counts)
+    of_each = len(counts[0]) * etp // ranks
+    parts = range(ranks // etp)
+    mine = of_each * (index // etp)
+    edges = _edges(of_each, number)
+    found, own, here = [], 0, 0
+    for first, last in pairwise(edges):
+        sent = sum(sum(counts[index][of_each * p + first : of_each * p + last]) for p in parts)
+        arriving = (source[mine + first : mine + last] for source in counts)
+        ends = list(accumulate(map(sum, zip(*arriving, strict=True))))
+        found.append(
+            Chunk(
+                counts,
+                of_each,
+                etp,
+                experts=slice(first, last),
+                own=slice(own, own + sent),
+                here=slice(here, here + ends[-1]),
+                ends=ends,
+            )
+        )
+        own, here = found[-1].own.stop, found[-1].here.stop
+    return found
+
+
+def _edges(of_each: int, number: int) -> list[int]:
+    """First experts of the chunks, and the end."""
+    return [-(-of_each * i // number) for i in range(number + 1)]

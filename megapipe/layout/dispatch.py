@@ -1,0 +1,101 @@
+"""How tokens get to their experts: the section `experts`, resolved and checked."""
+
+from __future__ import annotations
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.experts_config import ExpertsConfig
+from megapipe.layout.family import conditions_of, make_family
+from megapipe.layout.layout import DeviceKind
+from megapipe.model.interface import Family
+from megapipe.strict_yaml import text_of
+from megapipe.words import either
+
+BY_BYTES = ("all_to_all", "all_gather", "fetch")
+"""Forms of which dispatch=auto takes one, the first where they are equal."""
+
+
+def on_nodes(config: Config, ranks: int) -> Config:
+    """The configuration where a launcher has started so many ranks on each node."""
+    experts = config.experts
+    if experts.dispatch != "hierarchical" or experts.node is not None:
+        return config
+    return config.model_copy(update={"experts": experts.model_copy(update={"node": ranks})})
+
+
+def resolved_dispatch(config: Config, device: DeviceKind) -> ExpertsConfig:
+    """The section without `auto`, and with the ranks of a node where these matter; the model is
+    resolved."""
+    experts, parallel = config.experts, config.parallel
+    if experts.dispatch == "hierarchical" and experts.node is None:
+        return experts.model_copy(update={"node": parallel.per_node})
+    if experts.dispatch != "auto":
+        return experts
+    travels = config.model.moe.experts is not None and parallel.ep * parallel.etp > 1
+    forms = BY_BYTES if travels else BY_BYTES[:1]
+    found = min(forms, key=lambda form: _bytes(config, form, device))
+    return experts.model_copy(update={"dispatch": found})
+
+
+def with_dispatch(config: Config, form: str, device: DeviceKind) -> Family:
+    """The family of a resolved model under another form, without chunks."""
+    section = config.experts.model_copy(update={"dispatch": form, "chunks": 1})
+    given = config.model_copy(update={"experts": section})
+    return make_family(config.model, conditions_of(given, device))
+
+
+def _bytes(config: Config, form: str, device: DeviceKind) -> int:
+    """Bytes to experts and back of one forward and backward of a whole micro-batch, where they are
+    chosen evenly."""
+    family = with_dispatch(config, form, device)
+    rows, length = config.train.microbatch, config.train.sequence_length
+    each = family.token_traffic(family.whole, (), rows, length, again=False)
+    return sum(sent.bytes for sent in each if sent.among == "ep")
+
+
+def check_dispatch(config: Config) -> None:
+    """Refuse keys that have no effect, and numbers that do not divide; experts and their ranks are
+    checked already."""
+    experts, moe = config.experts, config.model.moe
+    ep, etp = config.parallel.ep, config.parallel.etp
+    split = ep * etp > 1
+    for key, field in ExpertsConfig.model_fields.items():
+        value = getattr(experts, key)
+        if value == field.default:
+            continue
+        needed = None
+        if moe.experts is None:
+            needed = "model.moe.experts"
+        elif not split:
+            needed = "parallel.ep or parallel.etp above 1"
+        elif key == "node" and experts.dispatch != "hierarchical":
+            needed = "experts.dispatch=hierarchical"
+        if needed:
+            raise ConfigError(
+                f"experts.{key}={value} has no effect without {needed}: expected "
+                f"{text_of(field.default)}, or that"
+            )
+    if moe.experts is None or not split:
+        return
+    if experts.chunks > moe.experts // ep:
+        raise ConfigError(
+            f"experts.chunks={experts.chunks} is more than the {moe.experts // ep} experts that a "
+            f"rank has of model.moe.experts={moe.experts} at parallel.ep={ep}: expected at most "
+            "that"
+        )
+    if experts.dispatch == "hierarchical":
+        _check_node(experts.node or 1, ep * etp)
+
+
+def _check_node(node: int, ranks: int) -> None:
+    """Refuse hops that there are not, or nodes that have other parts of a group each."""
+    where = f"experts.node={node}: experts are split over {ranks} ranks (parallel.ep x etp)"
+    if node >= ranks:
+        raise ConfigError(
+            f"{where}, all of one node, so experts.dispatch=hierarchical does nothing: expected "
+            "all_to_all, or fewer ranks of a node"
+        )
+    if node == 1 or ranks % node:
+        fitting = [size for size in range(2, ranks) if ranks % size == 0]
+        wanted = f"node could be {either(fitting)}" if fitting else "expected all_to_all"
+        raise ConfigError(f"{where}, which do not make whole nodes of several: {wanted}")

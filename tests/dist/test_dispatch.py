@@ -1,0 +1,276 @@
+"""Ways of tokens to experts on other ranks: each computes what all-to-alls of all rows do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+from megapipe.layers import dispatch, expert_fetch, expert_hops
+from megapipe.plan.traffic import step_traffic
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+from tests.parity.bitwise import assert_bitwise
+from tests.parity.cases import Rows
+from tests.parity.chosen import EVENLY, chosen
+from tests.parity.dispatch_faults import FAULTS, run_faults
+from tests.parity.faults import outcomes_of_faults
+from tests.parity.ranks import Case, check_case, configure, run_cases
+from tests.parity.stopped_runs import STEPS, Play, assert_continues, run
+
+DATA = Case(dp=2, ep=2, moe="capacity, choice", masked=0.3, layers=2)
+TENSOR = Case(tp=2, sequence_parallel=True, ep=2, moe="groups", model="llama", layers=2, m=3)
+CONTEXT = Case(cp=2, ep=2, moe="top 2", model="llama", activations="full", layers=2)
+INNER = Case(dp=2, etp=2, moe="shared, gated", layers=2, zero=3)
+SPLIT = Case(pp=2, dp=2, ep=2, moe="shared, gated", schedule="zb_h1", m=3, masked=0.3, zero=2)
+FOLDED = Case(dp=2, tp=2, sequence_parallel=True, ep=4, moe="top 2", layers=2)
+BOTH = replace(FOLDED, ep=2, etp=2, moe="capacity, choice", zero=2)
+LONG = Case(cp=2, tp=2, sequence_parallel=True, ep=4, moe="shared, gated", activations="stage")
+EVEN = replace(FOLDED, model="llama")
+GATHERED = {"dispatch": "all_gather"}
+FETCHED = {"dispatch": "fetch"}
+TWO_HOPS: dict[str, Any] = {"dispatch": "hierarchical", "node": 2}
+GROUPS = [
+    [DATA, replace(DATA, **GATHERED), replace(DATA, expert_chunks=3)],
+    [TENSOR, replace(TENSOR, **GATHERED)],
+    [CONTEXT, replace(CONTEXT, **GATHERED)],
+    [INNER, replace(INNER, **GATHERED, expert_chunks=3), replace(INNER, expert_chunks=4)],
+    [SPLIT, replace(SPLIT, **GATHERED, expert_chunks=2), replace(SPLIT, expert_chunks=2)],
+    [FOLDED, replace(FOLDED, **GATHERED), replace(FOLDED, **TWO_HOPS)],
+    [
+        BOTH,
+        replace(BOTH, **GATHERED),
+        *(replace(BOTH, **TWO_HOPS, expert_chunks=n) for n in (1, 3)),
+    ],
+    [LONG, replace(LONG, **GATHERED), replace(LONG, **TWO_HOPS)],
+]
+"""A case, and the same in other forms that have its bits. Where there are chunks, the inner width
+is a multiple of what a processor computes at a time: the last values of an activation, which are
+computed one by one, may be rounded otherwise, and without chunks they are in other rows."""
+CLOSE = [
+    replace(TENSOR, expert_chunks=3),
+    replace(TENSOR, **FETCHED, expert_chunks=2),
+    replace(TENSOR, **GATHERED, expert_chunks=2),
+    replace(CONTEXT, expert_chunks=2),
+    replace(DATA, **FETCHED),
+    replace(CONTEXT, **FETCHED),
+    replace(INNER, **FETCHED, expert_chunks=3),
+    replace(INNER, **FETCHED, rule="lamb", zero=0, activations="stage", moe="residual"),
+    replace(SPLIT, **FETCHED, expert_chunks=2),
+    replace(FOLDED, **FETCHED, zero=2, masked=1.0, clip=None),
+    replace(BOTH, **FETCHED, expert_chunks=3, model="llama"),
+    replace(LONG, **FETCHED),
+]
+"""Forms whose sums are others in their last bits; experts that travel have other rows."""
+
+
+def check(groups: list[list[Case]]) -> None:
+    """The first of each computes what the reference does, the others the same bits."""
+    cases = [case for group in groups for case in group]
+    results = run_world(cases[0].world, run_cases, cases, timeout_s=60 + 10 * len(cases))
+    found = dict(zip(cases, map(list, zip(*results, strict=True)), strict=True))
+    for first, *others in groups:
+        check_case(first, found[first])
+        for case in others:
+            try:
+                assert_bitwise(found[case], found[first])
+            except AssertionError as error:
+                raise AssertionError(f"{case.name}: {error}") from None
+
+
+def of_world(world: int) -> list[list[Case]]:
+    return [group for group in GROUPS if group[0].world == world]
+
+
+@pytest.mark.parametrize(("world", "every"), [(2, 3), (4, 4)])
+def test_no_form_changes_a_bit(world: int, every: int) -> None:
+    check(of_world(world)[::every])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_form_changes_a_bit_in_more_layouts(world: int) -> None:
+    check(of_world(world))
+
+
+@pytest.mark.parametrize(("world", "every"), [(2, 4), (4, 3)])
+def test_others_compute_what_the_reference_does(world: int, every: int) -> None:
+    check([[case] for case in CLOSE if case.world == world][::every])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
+def test_others_in_more_layouts(world: int) -> None:
+    check([[case] for case in CLOSE if case.world == world])
+
+
+class Exchange(NamedTuple):
+    """A collective about tokens that a rank has begun."""
+
+    ranks: tuple[int, ...]
+    what: str
+    bytes: int
+    """Of the whole tensor, sent or gathered."""
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+
+
+@contextmanager
+def exchanged(found: list[Exchange]) -> Iterator[None]:
+    """Record what goes to experts and comes back."""
+    gathering, all_to_all = dispatch.start_gathering, expert_hops.start_all_to_all
+    adding = expert_fetch.reduce_scatter
+
+    def gathers(piece: Tensor, axis: Axis) -> Any:
+        found.append(Exchange(axis.ranks, "all_gather", piece.nbytes * axis.size))
+        return gathering(piece, axis)
+
+    def swaps(tensor: Tensor, axis: Axis, sends: list[int], receives: list[int]) -> Any:
+        lengths = tuple(sends), tuple(receives)
+        found.append(Exchange(axis.ranks, "all_to_all", tensor.nbytes, *lengths))
+        return all_to_all(tensor, axis, sends, receives)
+
+    def adds(whole: Tensor, axis: Axis) -> Any:
+        found.append(Exchange(axis.ranks, "reduce_scatter", whole.nbytes))
+        return adding(whole, axis)
+
+    with (
+        mock.patch.object(dispatch, "start_gathering", gathers),
+        mock.patch.object(expert_fetch, "start_gathering", gathers),
+        mock.patch.object(expert_fetch, "reduce_scatter", adds),
+        mock.patch.object(expert_hops, "start_all_to_all", swaps),
+    ):
+        yield
+
+
+FORMS = [
+    replace(EVEN, **GATHERED),
+    replace(EVEN, **TWO_HOPS),
+    replace(EVEN, ep=2, expert_chunks=2, activations="full"),
+    replace(EVEN, ep=2, etp=2, **TWO_HOPS, expert_chunks=2),
+    replace(EVEN, ep=2, **GATHERED, expert_chunks=2, activations="full"),
+    replace(EVEN, **FETCHED),
+    replace(EVEN, model="gpt2", ep=2, etp=2, **FETCHED, expert_chunks=2, activations="full"),
+]
+
+
+FIRST_RANKS = ((1, 0),)
+"""Of each token; other ranks' experts have no rows."""
+
+
+def run_forms(world: World) -> list[dict[Any, list[Exchange]]]:
+    """What each form exchanges in a step in which tokens choose evenly, or experts of the first
+    ranks alone."""
+    results: list[dict[Any, list[Exchange]]] = []
+    for case in FORMS:
+        config, layout = configure(case)
+        step = TrainStep(config, layout, world.mesh(case.grid))
+        results.append({})
+        for i, pattern in enumerate((EVENLY, FIRST_RANKS)):
+            found: list[Exchange] = []
+            results[-1][pattern] = found
+            with chosen(pattern), exchanged(found):
+                step.train(i, Rows(case))
+    return results
+
+
+Exchanges = list[tuple[dict[Any, list[Exchange]], ...]]
+
+
+@pytest.fixture(scope="module")
+def exchanges() -> Exchanges:
+    """Of each form, what each rank exchanges."""
+    return list(zip(*run_world(4, run_forms), strict=True))
+
+
+def test_bytes_are_those_of_the_plan_where_experts_are_chosen_evenly(exchanges: Exchanges) -> None:
+    for i, of_ranks in enumerate(exchanges):
+        config, layout = configure(FORMS[i])
+        counts: Counter[Any] = Counter()
+        amounts: Counter[Any] = Counter()
+        for each in step_traffic(config, layout, 0):
+            if each.axis.startswith("ep") and each.what in ("F", "I", "W"):
+                counts[each.collective, each.members] += each.count
+                amounts[each.collective, each.members] += each.bytes
+        if FORMS[i].dispatch == "hierarchical":
+            assert {members for _, members in counts} == {2}, "two hops over two ranks each"
+        for found in (rank[EVENLY] for rank in of_ranks):
+            assert Counter((e.what, len(e.ranks)) for e in found) == counts, FORMS[i].name
+            sizes: Counter[Any] = Counter()
+            for e in found:
+                sizes[e.what, len(e.ranks)] += e.bytes
+            assert sizes == amounts, FORMS[i].name
+
+
+def test_members_of_a_group_exchange_in_one_order_also_without_rows(exchanges: Exchanges) -> None:
+    for case, both in zip(FORMS, exchanges, strict=True):
+        of_ranks = [rank[FIRST_RANKS] for rank in both]
+        groups = {e.ranks for found in of_ranks for e in found}
+        assert len(groups) == (4 if case.node else 4 // (case.ep * case.etp)), case.name
+        for ranks in groups:
+            lines = [[e for e in of_ranks[rank] if e.ranks == ranks] for rank in ranks]
+            for together in zip(*lines, strict=True):
+                assert len({(e.what, len(e.sends)) for e in together}) == 1
+                if together[0].what != "all_to_all":
+                    assert len({e.bytes for e in together}) == 1
+                    continue
+                received = [e.receives for e in together]
+                assert list(zip(*(e.sends for e in together), strict=True)) == received
+        if case.dispatch != "fetch":
+            sent = [sum(e.sends) for found in of_ranks for e in found if e.sends]
+            assert 0 in sent, "a rank without rows has no results to send"
+
+
+@pytest.mark.full
+def test_another_form_at_each_resume_leaves_the_trajectory(tmp_path: Path) -> None:
+    base = {
+        "model.layers": "2",
+        "model.moe.experts": "8",
+        "model.moe.bias_rate": "0.01",
+        "parallel.dp": "4",
+        "parallel.ep": "4",
+        "optimizer.zero": "2",
+        "checkpoint.every": "2",
+    }
+    forms: list[dict[str, str]] = [
+        {"experts.dispatch": "all_gather"},
+        {"experts.dispatch": "hierarchical", "experts.node": "2"},
+        {"experts.dispatch": "hierarchical", "experts.node": "2", "experts.chunks": "2"},
+        {"experts.chunks": "2"},
+    ]
+    stops = [2, 4, 6, None]
+    parts = [
+        Play("part", {**base, **form}, stop_after=stop)
+        for form, stop in zip(forms, stops, strict=True)
+    ]
+    whole, *resumed = run(tmp_path, Play("whole", base), *parts)
+    assert [part[0]["first_step"] for part in resumed] == [0, 2, 4, 6]
+    assert sorted(resumed[-1][0]["steps"]) == list(range(7, STEPS + 1))
+    assert_continues(resumed[-1], whole)
+    _, ((fetched, *_)) = run(
+        tmp_path,
+        Play("fetched", {**base, "experts.dispatch": "fetch"}, stop_after=4),
+        Play("fetched", {**base, "experts.dispatch": "fetch", "experts.chunks": "2"}),
+    )
+    for step, result in fetched["steps"].items():
+        assert result.loss == pytest.approx(whole[0]["steps"][step].loss, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
+    with pytest.raises(AssertionError, match=r"difference is|two ranks own it"):
+        check_case(FAULTS[fault], outcomes[fault.__name__])

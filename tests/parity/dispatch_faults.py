@@ -1,0 +1,90 @@
+"""Faults of the ways of tokens to experts, seeded one at a time: parity has to notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megapipe.layers import expert_hops
+from megapipe.layers.dispatch import Homeward, TokensGathered, _TokensOut
+from megapipe.layers.expert_fetch import Home
+from megapipe.layers.weight_grad import main_grad
+from megapipe.testing import World
+from tests.parity.cases import Case
+from tests.parity.faults import Patch, run_of_size
+
+GATHERED = Case(dp=2, ep=2, moe="top 2", masked=0.3, layers=2, dispatch="all_gather")
+CHUNKS = replace(GATHERED, dispatch="all_to_all", expert_chunks=2)
+FETCHED = replace(CHUNKS, dispatch="fetch")
+HOPS = replace(GATHERED, dp=4, ep=4, dispatch="hierarchical", node=2)
+
+
+def tokens_of_another_rank_taken() -> Patch:
+    take = _TokensOut.take
+
+    def wrong(self: _TokensOut, number: int) -> Tensor:
+        self._wait()
+        self._whole = self._whole.roll(len(self._whole) // 2, 0)
+        return take(self, number)
+
+    return mock.patch.object(_TokensOut, "take", wrong)
+
+
+def results_leave_in_the_order_of_experts() -> Patch:
+    return mock.patch.object(TokensGathered, "departure", lambda self, number, rows: rows)
+
+
+def results_of_chunks_come_home_in_reverse() -> Patch:
+    arrived = Homeward.arrived
+
+    def wrong(self: Homeward) -> Tensor:
+        chunks = self._dispatch.plan.chunks
+        parts = arrived(self).split([chunk.own.stop - chunk.own.start for chunk in chunks])
+        return torch.cat(parts[::-1])
+
+    return mock.patch.object(Homeward, "arrived", wrong)
+
+
+def rows_are_passed_on_in_the_order_of_arrival() -> Patch:
+    def wrong(rows: Tensor, blocks: Any) -> Tensor:
+        return rows
+
+    return mock.patch.object(expert_hops, "_turned", wrong)
+
+
+def gradients_of_fetched_experts_stay() -> Patch:
+    def wrong(self: Home, grad: Tensor, parameter: Parameter) -> None:
+        n, holders = len(main_grad(parameter)), self.holders
+        first = n * (holders.ep.index // holders.etp)
+        main_grad(parameter).add_(grad[first : first + n])
+
+    return mock.patch.object(Home, "add", wrong)
+
+
+def fetched_gradients_in_the_order_of_chunks() -> Patch:
+    def wrong(self: Home, grad: Tensor, parameter: Parameter) -> None:
+        parts = self.holders.ep.size // self.holders.etp
+        self.holders.bring_home(grad.unflatten(0, (parts, -1)), parameter)
+
+    return mock.patch.object(Home, "add", wrong)
+
+
+FAULTS: dict[Callable[[], Patch], Case] = {
+    tokens_of_another_rank_taken: GATHERED,
+    results_leave_in_the_order_of_experts: GATHERED,
+    results_of_chunks_come_home_in_reverse: CHUNKS,
+    rows_are_passed_on_in_the_order_of_arrival: HOPS,
+    gradients_of_fetched_experts_stay: replace(FETCHED, expert_chunks=1),
+    fetched_gradients_in_the_order_of_chunks: FETCHED,
+}
+
+
+def run_faults(world: World) -> list[tuple[str, Any]]:
+    """Every fault whose case has this world's size."""
+    return run_of_size(world, FAULTS)

@@ -1,0 +1,128 @@
+"""Which way tokens go to experts, where the bytes decide, and what is refused."""
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.experts_config import ExpertsConfig
+from megapipe.layout.dispatch import on_nodes
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+
+BASE = ("model.hidden=64", "model.heads=8", "model.vocab_size=512", "train.global_batch=192")
+AUTO = "experts.dispatch=auto"
+HIERARCHICAL = "experts.dispatch=hierarchical"
+
+
+def plan(*overrides: str) -> tuple[Config, Layout]:
+    return resolve(parse([*BASE, "model.moe.experts=16", *overrides]).config, None, None)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "ep", "etp", "form"),
+    [
+        (2, 4, 1, "all_to_all"),
+        (4, 4, 1, "all_to_all"),
+        (5, 4, 1, "all_gather"),
+        (8, 2, 1, "all_gather"),
+        (4, 2, 2, "all_gather"),
+        (2, 2, 4, "all_to_all"),
+        (1, 1, 8, "all_to_all"),
+        (8, 1, 1, "all_to_all"),
+    ],
+)
+def test_auto_gathers_where_tokens_have_more_choices_than_there_are_ranks(
+    top_k: int, ep: int, etp: int, form: str
+) -> None:
+    """Numbers of choices, and of ranks with other experts: rows go to all that share one."""
+    keys = (f"model.moe.top_k={top_k}", f"parallel.ep={ep}", f"parallel.etp={etp}")
+    wide = ("parallel.dp=8", "model.moe.normalise=false", "model.moe.ffn=4096")
+    config, layout = plan(*wide, *keys, AUTO)
+    assert config.experts.dispatch == form
+    assert layout.model.conditions.dispatch == form
+    assert resolve(config, None, None)[0] == config
+
+
+def test_auto_fetches_where_experts_are_fewer_bytes_than_rows() -> None:
+    """In F, I and W: matrices twice and gradients in fp32 once, against rows four times and a
+    weight twice."""
+    seen = set()
+    for rows in (1, 2, 4, 8, 16, 32):
+        sizes = ("model.moe.ffn=24", "model.bias=false", "train.sequence_length=64")
+        batch = f"train.microbatch={rows}"
+        config, _ = plan("parallel.dp=2", "parallel.ep=2", *sizes, batch, AUTO)
+        assert config.model.dtype == "fp32"
+        tokens, h, matrices = rows * 64, 64, 16 * 2 * 64 * 24
+        fewer = matrices * (4 + 4 + 4) < tokens * 2 * (4 * h * 4 + 2 * 4)
+        assert config.experts.dispatch == ("fetch" if fewer else "all_to_all"), rows
+        seen.add(fewer)
+    assert seen == {True, False}
+
+
+def test_sixteen_times_fewer_bytes_where_rows_are_sixteen_times_the_matrices() -> None:
+    """Janus' R: rows of one forward, there and back, by the values of all experts' matrices."""
+    sizes = ("model.moe.ffn=16", "model.bias=false", "train.sequence_length=64")
+    tokens, matrices = 32 * 64, 16 * 2 * 16
+    assert 2 * tokens * 2 == 16 * matrices
+    sent = {}
+    for form in ("all_to_all", "fetch"):
+        keys = ("parallel.dp=2", "parallel.ep=2", "train.microbatch=32", f"experts.dispatch={form}")
+        _, layout = plan(*keys, *sizes)
+        family = layout.model
+        each = family.token_traffic(family.whole, (), 32, 64, again=False)
+        sent[form] = sum(e.bytes for e in each if (e.among, e.what) == ("ep", "F"))
+    weights = family.layers * tokens * 2 * 4
+    assert sent["all_to_all"] - weights == 16 * sent["fetch"]
+
+
+def test_where_no_experts_travel_auto_is_nothing() -> None:
+    config, _ = resolve(parse([*BASE, AUTO]).config, None, None)
+    assert config.experts == ExpertsConfig()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ("parallel.dp=8", "parallel.ep=8", "experts.node=3"),
+            "which do not make whole nodes of several: node could be 2 or 4",
+        ),
+        (
+            ("parallel.dp=3", "parallel.ep=1", "parallel.etp=3", "model.moe.ffn=12"),
+            "all of one node, so experts.dispatch=hierarchical does nothing: expected all_to_all",
+        ),
+        (
+            ("parallel.dp=3", "parallel.etp=3", "model.moe.ffn=12", "experts.node=2"),
+            "which do not make whole nodes of several: expected all_to_all",
+        ),
+    ],
+)
+def test_nodes_that_are_none_are_refused(overrides: tuple[str, ...], words: str) -> None:
+
+    with pytest.raises(ConfigError, match=r"experts\.node") as caught:
+        plan(*overrides, HIERARCHICAL)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_of_a_node_are_those_of_the_launcher() -> None:
+    config = parse([*BASE, "model.moe.experts=16", "parallel.dp=16", "parallel.ep=16"]).config
+    assert on_nodes(config, 4) is config
+    config = parse([*BASE, HIERARCHICAL]).config
+    assert on_nodes(config, 4).experts.node == 4
+    named = parse([*BASE, HIERARCHICAL, "experts.node=2"]).config
+    assert on_nodes(named, 4).experts.node == 2
+    _, layout = plan("parallel.dp=16", "parallel.ep=16", HIERARCHICAL)
+    assert layout.node == 8, "parallel.per_node"
+
+
+def test_another_layout_whose_experts_are_on_one_rank_has_nothing_of_the_section() -> None:
+    config = parse(
+        [
+            *(*BASE, "model.moe.experts=16", "parallel.dp=4", "parallel.ep=4", "experts.chunks=2"),
+            *("parallel.layouts.half.dp=2", "parallel.layouts.half.ep=1"),
+        ]
+    ).config
+    assert resolve(config, 4, None)[0].experts.chunks == 2
+    assert resolve(config, 2, None)[0].experts == ExpertsConfig()
