@@ -47,8 +47,8 @@ def add(parser: Parser) -> None:
         type=number,
         default=0,
         metavar="N",
-        help="microseconds that an exchange of nothing takes (0, with which more chunks are never "
-        "slower)",
+        help="microseconds that an exchange of nothing takes (0, with which many chunks cost "
+        "nothing)",
     )
     parser.add_argument(
         "--copy-gb-s",
