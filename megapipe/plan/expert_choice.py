@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import prod
+from math import isclose
 from typing import NamedTuple
 
 from megapipe.config import Config
@@ -15,12 +15,12 @@ from megapipe.plan.buckets import process_buckets
 from megapipe.plan.expert_traffic import OF_ROWS, PASSES, Hop, Pass, Trip, ways
 from megapipe.plan.pace import exchanged, extent
 from megapipe.plan.speeds import Speeds
-from megapipe.schedule.layer.search import RULES, by_rule, fastest, with_reductions
+from megapipe.schedule.layer.search import RULES, by_rule, fastest, in_turns, with_reductions
 from megapipe.schedule.layer.tasks import Resource, Step, What, chunked
 from megapipe.schedule.layer.times import Timed
 
 MOST_CHUNKS = 8
-ANY, SEARCHED = "any", "searched"
+ANY, IN_TURNS, SEARCHED = "any", "in_turns", "searched"
 
 
 class Assumed(NamedTuple):
@@ -38,7 +38,8 @@ class Cost(NamedTuple):
     dispatch: str
     chunks: int
     order: str | None
-    """One of :data:`RULES`, any where they are equal, or searched; None with one chunk."""
+    """in_turns, as in training, one of :data:`RULES`, or searched; any where all are equal, and
+    None with one chunk."""
     within: int
     """Bytes that a rank sends to others of its node, forward and backward."""
     between: int
@@ -50,6 +51,11 @@ class Cost(NamedTuple):
     wait: float
     """The longest that an exchange of the input gradient waits for dense gradients, if these are
     reduced meanwhile."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether a run does it so."""
+        return self.order in (None, ANY, IN_TURNS)
 
     @property
     def both(self) -> float:
@@ -66,12 +72,13 @@ def costs(
     link, pieces = _reductions(config, layout, layer)
     found = []
     for dispatch, way in ways(config, layout, layer).items():
-        for chunks in range(1, MOST_CHUNKS + 1):
+        for chunks in range(1, 1 + min(MOST_CHUNKS, layout.model.experts()[layer] // layout.ep)):
             tasks = {
                 what: chunked(list(work.steps(dispatch, way.trips[what])), chunks)
                 for what in PASSES
             }
             orders = {rule: {p: by_rule(tasks[p], rule) for p in PASSES} for rule in RULES}
+            orders[IN_TURNS] = {p: in_turns(tasks[p]) for p in PASSES}
             orders[SEARCHED] = {p: fastest(tasks[p]) for p in PASSES}
             for order, timed in _worth_telling(orders, chunks).items():
                 found.append(
@@ -92,17 +99,16 @@ def costs(
 def _worth_telling(
     orders: Mapping[str, Mapping[Pass, Timed]], chunks: int
 ) -> dict[str | None, Mapping[Pass, Timed]]:
-    """Rules that differ, and a searched order that is better than any."""
+    """That of training and others that differ from it; a searched one that is better than any."""
     if chunks == 1:
-        return {None: orders[SEARCHED]}
+        return {None: orders[IN_TURNS]}
     seconds = {name: sum(t.seconds for t in timed.values()) for name, timed in orders.items()}
-    least, most = (of(seconds[rule] for rule in RULES) for of in (min, max))
-    told: dict[str | None, Mapping[Pass, Timed]] = {rule: orders[rule] for rule in RULES}
-    if most - least <= 1e-9 * least:
-        told = {ANY: orders[next(iter(RULES))]}
-    if seconds[SEARCHED] < least * (1 - 1e-9):
+    trained = seconds[IN_TURNS]
+    told: dict[str | None, Mapping[Pass, Timed]] = {IN_TURNS: orders[IN_TURNS]}
+    told |= {rule: orders[rule] for rule in RULES if not isclose(seconds[rule], trained)}
+    if seconds[SEARCHED] < (1 - 1e-9) * min(trained, *(seconds[rule] for rule in RULES)):
         told[SEARCHED] = orders[SEARCHED]
-    return told
+    return told if len(told) > 1 else {ANY: orders[IN_TURNS]}
 
 
 class _Work(NamedTuple):
@@ -123,13 +129,7 @@ class _Work(NamedTuple):
         assert speeds.tflops is not None
         parallel, chosen = config.parallel, config.model.moe.top_k
         spec, rows = StageSpec(False, range(layer, layer + 1), False), config.train.microbatch
-        matrices = sum(
-            prod(each.shape)
-            for each in layout.model.parameters(spec)
-            if each.experts and each.multiplied
-        )
-        tokens = rows * layout.local_length // layout.tp
-        flops = 2 * tokens * chosen * matrices // layout.model.experts()[layer]
+        flops = layout.model.expert_flops(spec) * rows * layout.local_length / layout.tp
         moved = (
             bytes_of(layout.model.message(spec, rows, layout.local_length)) * chosen * layout.etp
         )
@@ -144,7 +144,8 @@ class _Work(NamedTuple):
         """The steps of a pass."""
         if self.ordering and dispatch in OF_ROWS:
             yield Step("encode", "compute", self.ordering)
-        yield from self._exchanges("dispatch", trip.out)
+        for step in self._exchanges("dispatch", trip.out):
+            yield step._replace(at_once=dispatch == "all_gather")
         if self.ordering:
             yield Step("decode", "compute", self.ordering)
         yield Step("experts", "compute", self.experts)

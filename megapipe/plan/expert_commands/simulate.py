@@ -1,5 +1,5 @@
-"""Lists every way to exchange the rows of a layer with experts (all_to_all, hierarchical,
-all_gather, fetch), in 1 to 8 chunks and in each order, the fastest first: bytes that a rank sends
+"""Lists every form of experts.dispatch (all_to_all, hierarchical, all_gather, fetch) for a layer
+with experts, in 1 to 8 chunks and in each order, the fastest first: bytes that a rank sends
 per layer and micro-batch, forward and backward, within its node and to others, and the time of
 both by simulation. Speeds are those of parallel.node_gb_s, network_gb_s and per_node, log.device
 and log.efficiency. The column "wait" is the longest that an exchange waits for dense gradients
@@ -12,11 +12,13 @@ import argparse
 import csv
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from megapipe.cli import parse
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
+from megapipe.experts_config import ExpertsConfig
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan.demand import milliseconds, size_text
@@ -85,6 +87,7 @@ def run(given: argparse.Namespace) -> None:
         print(table([HEADINGS, *map(_row, found[: given.rows])], left=1))
         if len(found) > given.rows:
             print(f"... {given.rows} of {len(found)}; --rows shows more")
+        print(f"\n{in_training(found, config.experts)}")
 
 
 def layer_of(layout: Layout, given: int | None) -> int:
@@ -104,6 +107,20 @@ def layer_of(layout: Layout, given: int | None) -> int:
     if given not in layers:
         raise ConfigError(f"--layer {given} has no experts: expected one of {ranges(layers)}")
     return given
+
+
+def in_training(found: Sequence[Cost], own: ExpertsConfig) -> str:
+    """The fastest of what a run does, and the place of the configured one among these."""
+    ways = [(cost.dispatch, cost.chunks) for cost in found if cost.trained]
+    dispatch, chunks = ways[0]
+    configured = own.dispatch, own.chunks
+    place = "not among them"
+    if configured in ways:
+        place = f"number {1 + ways.index(configured)} of {len(ways)}"
+    return (
+        f"fastest in training: experts.dispatch={dispatch} experts.chunks={chunks}; "
+        f"this configuration: {place}"
+    )
 
 
 def plain(cost: Cost) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations, product
 from typing import NamedTuple
@@ -23,6 +23,25 @@ back, or each comes back before more leave."""
 def by_rule(tasks: Sequence[Task], rule: str) -> Timed:
     """List scheduling by one of :data:`RULES`."""
     return by_priority(tasks, lambda task: RULES[rule].index(task.what))
+
+
+def in_turns(tasks: Sequence[Task]) -> Timed:
+    """The order of training: in its turn a chunk is computed and begins its way back; before that
+    the chunks after it go on, by one hop each, and after that those before it."""
+    hops = Counter(task.what for task in tasks if task.chunk == 0)
+    taken: Counter[tuple[What, int]] = Counter()
+    turns: dict[Resource, list[tuple[int, int, int]]] = defaultdict(list)
+    for number, task in enumerate(tasks):
+        hop = taken[task.what, task.chunk]
+        taken[task.what, task.chunk] += 1
+        turn = {
+            "encode": task.chunk - hops["dispatch"],
+            "dispatch": task.chunk - hops["dispatch"] + hop,
+            "combine": task.chunk + hop,
+        }.get(task.what, task.chunk)
+        turns[task.resource].append((turn, FORWARD.index(task.what), number))
+    order = {link: [number for _, _, number in sorted(each)] for link, each in turns.items()}
+    return in_order(tasks, order)
 
 
 def with_reductions(timed: Timed, link: Resource, pieces: Sequence[float]) -> Timed:

@@ -32,6 +32,8 @@ class Step(NamedTuple):
     """Of all rows."""
     latency: float = 0.0
     """Seconds beside that for each chunk, however small."""
+    at_once: bool = False
+    """A first step of all rows together, before any chunk."""
 
 
 class Task(NamedTuple):
@@ -52,11 +54,16 @@ def chunked(steps: Sequence[Step], chunks: int) -> list[Task]:
     nothing would end earlier.
     """
     tasks: list[Task] = []
+    for step in (step for step in steps if step.at_once):
+        own = (len(tasks) - 1,) if tasks else ()
+        tasks.append(Task(step.what, 0, step.resource, step.seconds + step.latency, own))
+    in_chunks = [step for step in steps if not step.at_once]
+    ahead = (len(tasks) - 1,) if tasks else ()
     for chunk in range(chunks):
-        for number, step in enumerate(steps):
+        for number, step in enumerate(in_chunks):
             here = len(tasks)
-            own = (here - 1,) if number else ()
-            before = (here - len(steps),) if chunk else ()
+            own = (here - 1,) if number else ahead
+            before = (here - len(in_chunks),) if chunk else ()
             seconds = step.seconds / chunks + step.latency
             tasks.append(Task(step.what, chunk, step.resource, seconds, own + before))
     return tasks

@@ -24,7 +24,7 @@ from megapipe.plan.speeds import Speeds
 from megapipe.schedule.layer.search import fastest
 from megapipe.schedule.layer.tasks import Step, chunked
 
-H, F, E, K, ROWS, LENGTH = 64, 32, 8, 2, 2, 128
+H, F, E, K, ROWS, LENGTH = 64, 32, 64, 2, 2, 128
 SMALL = (
     *("model.layers=3", f"model.hidden={H}", "model.heads=4", "model.activation=swiglu"),
     *("model.bias=false", "model.dtype=bf16", "model.vocab_size=300", "model.moe.dense_first=1"),
@@ -71,10 +71,10 @@ def test_all_gather_is_less_where_choices_are_more_than_ranks() -> None:
         assert (of("all_gather", *keys).within < of("all_to_all", *keys).within) == fewer
 
 
-@pytest.mark.parametrize(("sequences", "fewer"), [(1, False), (2, True), (4, True), (64, True)])
+@pytest.mark.parametrize(("sequences", "fewer"), [(1, False), (8, False), (16, True), (64, True)])
 def test_fetching_is_less_from_a_number_of_tokens_on(sequences: int, fewer: bool) -> None:
     """Row 7.15 (Janus), of the forward of a micro-batch: 2 T k h values of rows against
-    E q h f of experts, from 192 tokens on. In bytes a row is 4 longer."""
+    E q h f of experts, from 12 sequences on. In bytes a row is 4 longer."""
     keys = (f"train.microbatch={sequences}", f"train.global_batch={8 * sequences}")
     sent = {
         name: sum(hop.bytes for half in way.trips["F"] for hop in half)
@@ -86,7 +86,7 @@ def test_fetching_is_less_from_a_number_of_tokens_on(sequences: int, fewer: bool
 
 def test_ranks_of_a_group_on_other_nodes() -> None:
     """Of ranks 3, 4, 5 one is on the first node of four: all it sends goes elsewhere."""
-    keys = ("parallel.dp=6", "parallel.ep=3", "model.moe.experts=6", "train.global_batch=24")
+    keys = ("parallel.dp=6", "parallel.ep=3", "model.moe.experts=66", "train.global_batch=24")
     own = ways(*given(*keys), 1)
     assert (own["all_to_all"].within, own["all_to_all"].between) == (0, Fraction(4 * ROW_BYTES, 3))
     assert "hierarchical" not in own
@@ -140,6 +140,7 @@ def test_all_ways_are_there_the_fastest_first() -> None:
     there = {(cost.dispatch, cost.chunks) for cost in rows}
     names = ("all_to_all", "hierarchical", "all_gather", "fetch")
     assert there == {(name, chunks) for name in names for chunks in range(1, 9)}
+    assert {cost.chunks for cost in found("model.moe.experts=16")} == {1, 2}, "experts of a rank"
     for cost in rows:
         assert (cost.order is None) == (cost.chunks == 1)
         computed = {what: cost.seconds[what] - cost.exposed[what] for what in cost.seconds}
@@ -184,14 +185,30 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "simulate", *SMALL, "--rows", "5").splitlines()
-    assert lines[0] == "layer 1: 2 of 8 experts over 8 ranks, per micro-batch of 2 x 128 tokens"
+    assert lines[0] == "layer 1: 2 of 64 experts over 8 ranks, per micro-batch of 2 x 128 tokens"
     assert lines[1].split()[:3] == ["dispatch", "chunks", "order"]
-    assert len(lines) == 8
-    assert lines[-1].startswith("... 5 of ")
+    assert len(lines) == 10
+    assert lines[7].startswith("... 5 of ")
     whole = printed(capsys, "simulate", *SMALL, "--rows", "500", "--layer", "2").splitlines()
     assert whole[0].startswith("layer 2: ")
     assert any(line.startswith("hierarchical") for line in whole)
-    assert not whole[-1].startswith("...")
+    assert not any(line.startswith("...") for line in whole)
+
+
+def test_what_a_run_does_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """The fastest of it, which can be configured, and the place of the configured one."""
+    rows = [cost for cost in found() if cost.order in (None, "any", "in_turns")]
+    assert len(rows) == 4 * MOST_CHUNKS
+    best = f"experts.dispatch={rows[0].dispatch} experts.chunks={rows[0].chunks}"
+    place = 1 + [(cost.dispatch, cost.chunks) for cost in rows].index(("fetch", 3))
+    for keys, said in (
+        (("experts.dispatch=fetch", "experts.chunks=3"), f"number {place} of {len(rows)}"),
+        (best.split(), f"number 1 of {len(rows)}"),
+    ):
+        last = printed(capsys, "simulate", *SMALL, *keys).splitlines()[-1]
+        assert last == f"fastest in training: {best}; this configuration: {said}"
+    other = ("experts.dispatch=hierarchical", "experts.node=2", "parallel.per_node=8")
+    assert printed(capsys, "simulate", *SMALL, *other).endswith(": not among them\n")
 
 
 def test_the_page_shows_what_is_printed(
@@ -200,7 +217,7 @@ def test_the_page_shows_what_is_printed(
     root = Path(__file__).parents[3]
     page = (root / "docs/moe.md").read_text()
     _, _, shown = page.partition("    $ python scripts/experts.py ")
-    command, *lines = shown.partition("\n\n")[0].splitlines()
+    command, *lines = shown.partition("\n\n- ")[0].splitlines()
     monkeypatch.chdir(root)
     assert printed(capsys, *command.split()).splitlines() == [line[4:] for line in lines]
 

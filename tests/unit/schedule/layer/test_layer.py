@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.layer.search import RULES, by_rule, fastest, with_reductions
+from megapipe.schedule.layer.search import RULES, by_rule, fastest, in_turns, with_reductions
 from megapipe.schedule.layer.tasks import Resource, Step, Task, What, chunked
 from megapipe.schedule.layer.times import Order, by_priority, in_order
 
@@ -106,6 +106,41 @@ def test_rules_differ() -> None:
     first = {rule: by_rule(chunked(steps, 3), rule).order["network"] for rule in RULES}
     assert first["dispatch_first"] == [0, 3, 6, 2, 5, 8]
     assert first["combine_first"] == [0, 3, 2, 5, 6, 8]
+
+
+def test_in_turns() -> None:
+    """As training does it: a chunk is under way when one is computed, at two hops two of them."""
+    flat = in_turns(chunked(drawn(FLAT, 0), 4))
+    names = [(task.what[0], task.chunk) for task in flat.tasks]
+    link = [names[number] for number in flat.order["network"]]
+    turns = ["d0", "d1", "c0", "d2", "c1", "d3", "c2", "c3"]
+    assert [f"{what}{chunk}" for what, chunk in link] == turns
+    device = [f"{names[number][0]}{names[number][1]}" for number in flat.order["compute"]]
+    assert device == ["e0", "e1", "d0", "e0", "e2", "d1", "e1", "e3", "d2", "e2", "d3", "e3"]
+    two = in_turns(chunked(drawn(TWO_HOPS, 0), 3))
+    names = [(task.what[0], task.chunk) for task in two.tasks]
+    orders = {link: [names[n] for n in two.order[link]] for link in ("node", "network")}
+    assert ["".join(map(str, each)) for each in orders["node"]] == [
+        "d0",
+        "d1",
+        "d2",
+        "c0",
+        "c1",
+        "c2",
+    ]
+    assert ["".join(map(str, each)) for each in orders["network"]] == [
+        *("d0", "d1", "c0", "d2", "c1", "c2")
+    ]
+
+
+def test_what_arrives_at_once_is_computed_in_chunks() -> None:
+    steps = [
+        Step("dispatch", "network", 4.0, latency=1.0, at_once=True),
+        Step("experts", "compute", 6.0),
+        Step("combine", "network", 2.0),
+    ]
+    timed = in_turns(chunked(steps, 2))
+    assert [slot[1:] for slot in timed.slots] == [(0, 5), (5, 8), (8, 9), (8, 11), (11, 12)]
 
 
 @pytest.mark.parametrize("seed", range(5))
