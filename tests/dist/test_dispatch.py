@@ -90,9 +90,8 @@ def of_world(world: int) -> list[list[Case]]:
     return [group for group in GROUPS if group[0].world == world]
 
 
-@pytest.mark.parametrize(("world", "every"), [(2, 3), (4, 4)])
-def test_no_form_changes_a_bit(world: int, every: int) -> None:
-    check(of_world(world)[::every])
+def test_no_form_changes_a_bit() -> None:
+    check(of_world(2)[::3])
 
 
 @pytest.mark.full
@@ -101,9 +100,8 @@ def test_no_form_changes_a_bit_in_more_layouts(world: int) -> None:
     check(of_world(world))
 
 
-@pytest.mark.parametrize(("world", "every"), [(2, 4), (4, 3)])
-def test_others_compute_what_the_reference_does(world: int, every: int) -> None:
-    check([[case] for case in CLOSE if case.world == world][::every])
+def test_others_compute_what_the_reference_does() -> None:
+    check([[case] for case in CLOSE if case.world == 2][::4])
 
 
 @pytest.mark.full
