@@ -162,8 +162,8 @@ def _to_write(value: Any) -> Any:
     return without_secrets(value) if isinstance(value, str) and is_remote(value) else value
 
 
-IN_JSON = ("model.options", "model.moe.dense_layers")
-"""Keys of the model section that :func:`flatten` has as JSON."""
+IN_JSON = ("model.options", "model.moe.experts", "model.moe.dense_layers")
+"""Keys of the model section that :func:`flatten` has as JSON, where they are no numbers."""
 
 
 def stored_model(stored: Mapping[str, Any]) -> ModelConfig:
@@ -172,7 +172,8 @@ def stored_model(stored: Mapping[str, Any]) -> ModelConfig:
     fields: dict[str, Any] = {}
     for key, value in stored.items():
         if key.startswith("model."):
-            _put(fields, key.split(".")[1:], json.loads(value) if key in IN_JSON else value)
+            is_json = key in IN_JSON and isinstance(value, str)
+            _put(fields, key.split(".")[1:], json.loads(value) if is_json else value)
     try:
         return ModelConfig.model_validate(fields)
     except ValidationError as error:

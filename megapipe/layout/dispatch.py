@@ -7,6 +7,7 @@ from megapipe.errors import ConfigError
 from megapipe.experts_config import ExpertsConfig
 from megapipe.layout.family import conditions_of, make_family
 from megapipe.layout.layout import DeviceKind
+from megapipe.model.gpt.moe_checks import experts_in
 from megapipe.model.interface import Family
 from megapipe.strict_yaml import text_of
 from megapipe.words import either
@@ -77,12 +78,13 @@ def check_dispatch(config: Config) -> None:
             )
     if moe.experts is None or not split:
         return
-    if experts.chunks > moe.experts // ep:
-        raise ConfigError(
-            f"experts.chunks={experts.chunks} is more than the {moe.experts // ep} experts that a "
-            f"rank has of model.moe.experts={moe.experts} at parallel.ep={ep}: expected at most "
-            "that"
-        )
+    for layer in filter(moe.has_experts, range(config.model.layers)):
+        here = moe.experts_of(layer) // ep
+        if experts.chunks > here:
+            raise ConfigError(
+                f"experts.chunks={experts.chunks} is more than the {here} experts that a rank has "
+                f"of {experts_in(moe, layer)} at parallel.ep={ep}: expected at most that"
+            )
     if experts.dispatch == "hierarchical":
         _check_node(experts.node or 1, ep * etp)
 

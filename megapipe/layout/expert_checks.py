@@ -5,6 +5,8 @@ from __future__ import annotations
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.dispatch import check_dispatch
+from megapipe.model.gpt.moe_checks import experts_in
+from megapipe.strict_yaml import text_of
 from megapipe.words import choices, multiples
 
 
@@ -17,9 +19,9 @@ def check_experts(config: Config, dp: int) -> None:
 
 
 def _check_ranks(config: Config, dp: int) -> None:
-    experts, optimizer, parallel = config.model.moe.experts, config.optimizer, config.parallel
+    moe, optimizer, parallel = config.model.moe, config.optimizer, config.parallel
     ep, etp, tp = parallel.ep, parallel.etp, parallel.tp
-    if experts is None:
+    if moe.experts is None:
         for key, value in (("ep", ep), ("etp", etp)):
             if value > 1:
                 raise ConfigError(
@@ -34,24 +36,25 @@ def _check_ranks(config: Config, dp: int) -> None:
             f"parallel.ep={ep}{inner} does not divide dp {dp} x cp {parallel.cp} x tp {tp} = "
             f"{block}: {choices('ep x etp' if etp > 1 else 'ep', block, ep * etp)}"
         )
-    ffn = config.model.moe.ffn
-    assert ffn is not None, "resolved"
-    if ffn % etp:
+    assert moe.ffn is not None, "resolved"
+    if moe.ffn % etp:
         raise ConfigError(
-            f"model.moe.ffn={ffn} is not divisible by parallel.etp={etp}: {multiples(ffn, etp)}"
+            f"model.moe.ffn={moe.ffn} is not divisible by parallel.etp={etp}: "
+            f"{multiples(moe.ffn, etp)}"
         )
-    if experts % ep:
-        raise ConfigError(
-            f"model.moe.experts={experts} is not divisible by parallel.ep={ep}: "
-            f"{multiples(experts, ep)}"
-        )
+    for layer in filter(moe.has_experts, range(config.model.layers)):
+        experts = moe.experts_of(layer)
+        if experts % ep:
+            raise ConfigError(
+                f"{experts_in(moe, layer)} is not divisible by parallel.ep={ep}: "
+                f"{multiples(experts, ep)}"
+            )
     copies, size = block // (ep * etp), optimizer.shard_size
     if size is not None and copies % min(size, copies):
         raise ConfigError(
             f"optimizer.shard_size={size} does not divide the {copies} copies of experts that "
             f"parallel.ep={ep} x etp {etp} leaves: {choices('shard_size', copies, size)}"
         )
-    moe = config.model.moe
     if optimizer.post_validation and (moe.bias_rate is not None or moe.balance_scope == "step"):
         rate = moe.bias_rate
         key = "balance_scope=step" if rate is None else f"bias_rate={rate:g}"
@@ -61,8 +64,8 @@ def _check_ranks(config: Config, dp: int) -> None:
         )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
-            f"model.moe.experts={experts} needs parallel.sequence_parallel=true with "
-            f"parallel.tp={tp}"
+            f"model.moe.experts={text_of(moe.experts)} needs parallel.sequence_parallel=true "
+            f"with parallel.tp={tp}"
         )
 
 

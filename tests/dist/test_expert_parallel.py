@@ -1,12 +1,15 @@
-"""Experts on several ranks: uneven counts, a rank without rows, and bytes as planned."""
+"""Experts on several ranks: uneven counts, a rank without rows, groups and bytes as planned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
 from typing import Any
 from unittest import mock
 
+import pytest
 from torch import Tensor
 
 from megapipe.distributed import collectives
@@ -17,6 +20,7 @@ from megapipe.train.step import TrainStep
 from tests.parity import mixture
 from tests.parity.cases import Rows
 from tests.parity.chosen import EVENLY, chosen
+from tests.parity.collective_recorder import recording
 from tests.parity.outcome import Outcome
 from tests.parity.ranks import Case, check_case, configure, run_case
 
@@ -85,3 +89,62 @@ def test_bytes_are_those_of_the_plan_where_experts_are_chosen_evenly() -> None:
         for sizes in ([sent for _, sent, _ in found], [received for *_, received in found]):
             assert sum(sizes) == sum(e.bytes for e in planned)
         assert held == model_memory(config, layout, 0).parameters
+
+
+PYRAMID = Case(dp=4, ep=2, moe="pyramid", layers=3, tied=False, vocab=512)
+"""Four, eight and twelve experts, half of each layer's on a rank."""
+WHOLE = replace(PYRAMID, dp=2, tp=2, ep=4, sequence_parallel=True)
+"""A rank's experts are nowhere else."""
+
+
+def run_recorded(world: World, case: Case) -> list[tuple[str, tuple[int, ...], int]]:
+    """Collectives of a step by their groups, with the values of the whole tensor."""
+    config, layout = configure(case)
+    step = TrainStep(config, layout, world.mesh(case.grid))
+    with recording() as recorder:
+        step.train(0, Rows(case))
+    return [(call.name, call.ranks, call.elements) for call in recorder.calls]
+
+
+@pytest.mark.parametrize("case", [PYRAMID, WHOLE], ids=["two copies", "one copy"])
+def test_experts_and_other_weights_are_summed_over_their_groups(case: Case) -> None:
+    """Row 7.09: each once a step, experts over the ranks that have the same ones, as planned."""
+    config, layout = configure(case)
+    planned = step_traffic(config, layout, 0)
+    numel = {True: 0, False: 0}
+    for spec in layout.model.parameters(layout.model.whole):
+        part = case.ep if spec.experts else case.tp if spec.split else 1
+        numel[spec.experts] += prod(spec.shape) // part
+    for rank, calls in enumerate(run_world(4, run_recorded, case)):
+        others = tuple(r for r in range(4) if r % case.tp == rank % case.tp)
+        copies = tuple(r for r in range(4) if r % case.ep == rank % case.ep)
+        shards = tuple(r for r in range(4) if r // case.tp == rank // case.tp)
+        found = [
+            (ranks, values)
+            for name, ranks, values in calls
+            if name == "reduce_scatter" and ranks != shards  # of a sequence
+        ]
+        sums = dict(found)
+        assert len(found) == len(sums)
+        wanted = {others: numel[False]} | ({copies: numel[True]} if len(copies) > 1 else {})
+        assert sums.keys() == wanted.keys()
+        for ranks, values in sums.items():
+            assert wanted[ranks] <= values < wanted[ranks] * 1.01, "padding is small"
+        of_plan = [e for e in planned if e.what == "gradients"]
+        assert sorted((e.members, e.bytes) for e in of_plan) == sorted(
+            (len(ranks), 8 * values) for ranks, values in sums.items()
+        )
+
+
+def test_choices_are_told_as_planned_where_layers_have_other_numbers_of_experts() -> None:
+    """Rows for each expert over ep, and the totals of a step."""
+    config, layout = configure(PYRAMID)
+    planned = step_traffic(config, layout, 0)
+    told = [e.bytes for e in planned if (e.axis, e.what) == ("ep", "routing")]
+    assert told == [PYRAMID.ep * (4 + 8 + 12) * 8] * PYRAMID.m
+    (totals,) = (e for e in planned if e.what == "totals")
+    for calls in run_world(4, run_recorded, PYRAMID):
+        gathered = [(len(ranks), values) for name, ranks, values in calls if name == "all_gather"]
+        of_layers = [values for members, values in gathered if members == PYRAMID.ep]
+        assert [n for n in of_layers if n in (8, 16, 24)] == [8, 16, 24] * PYRAMID.m
+        assert (totals.members, totals.bytes // 8) in gathered

@@ -33,6 +33,24 @@ ALONE = Case(moe="top 2", model="llama")
 TENSOR = replace(ALONE, tp=2, sequence_parallel=True)
 CONTEXT = replace(ALONE, cp=2)
 DATA = replace(ALONE, dp=2)
+PYRAMID = [
+    Case(moe="pyramid", masked=0.3),
+    replace(ALONE, moe="pyramid, biased", activations="full", m=3),
+    replace(DATA, ep=2, moe="pyramid", zero=3, masked=0.3, activations="full"),
+    replace(PIPELINE, moe="pyramid", schedule="zb_h1", layers=3),
+    replace(TENSOR, ep=2, moe="pyramid, biased", model="gpt2", zero=0, activations="stage"),
+    replace(DATA, etp=2, moe="pyramid", model="gpt2", zero=2, activations="selective"),
+    replace(CONTEXT, ep=2, moe="pyramid, biased", masked=0.3, clip=None),
+    replace(PIPELINE, dp=2, ep=2, moe="pyramid", schedule="zb_h1", zero=2, model="llama"),
+    replace(TENSOR, dp=2, ep=4, moe="pyramid", zero=3, activations="of each some"),
+    replace(TENSOR, dp=2, ep=2, etp=2, moe="pyramid, biased", model="gpt2", zero=1, m=3),
+    replace(TENSOR, pp=2, ep=2, moe="pyramid, biased", schedule="zb_v", m=4, zero=1),
+    replace(PIPELINE, dp=2, etp=2, moe="pyramid, biased", schedule="chimera", m=4, tied=False,
+            zero=0),
+    replace(PIPELINE, dp=4, ep=2, moe="pyramid", schedule="zb_v", m=4, in_process=True, zero=3,
+            activations="full"),
+]  # fmt: skip
+"""Layers with other numbers of experts: on stages as many times more or fewer."""
 CASES = [
     *(
         Case(moe=moe, masked=0.3, model="llama" if i % 2 else "gpt2")
@@ -121,19 +139,30 @@ def check(cases: list[Case]) -> None:
                 raise AssertionError(f"{case.name}: {error}") from None
 
 
-def of_world(world: int) -> list[Case]:
-    return [case for case in CASES if case.world == world]
+def of_world(world: int, cases: list[Case]) -> list[Case]:
+    return [case for case in cases if case.world == world]
 
 
 @pytest.mark.parametrize(("world", "every"), [(1, 6), (2, 5), (4, 5)])
 def test_some_cases(world: int, every: int) -> None:
-    check(of_world(world)[::every])
+    check(of_world(world, CASES)[::every])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_cases(world: int) -> None:
-    check(of_world(world))
+    check(of_world(world, CASES))
+
+
+def test_a_pyramid() -> None:
+    """Row 7.09: with a shared MLP and softmax over both, PR-MoE."""
+    check(PYRAMID[2:4])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_pyramids(world: int) -> None:
+    check(of_world(world, PYRAMID))
 
 
 def of_every_schedule() -> Iterator[Case]:
@@ -195,7 +224,7 @@ def test_a_choice_is_made_once(activations: str) -> None:
 def test_resumed_bitwise_and_loaded_in_another_layout(tmp_path: Path) -> None:
     base = {
         "model.layers": "3",
-        "model.moe.experts": "4",
+        "model.moe.experts": "[4,8]",
         "model.moe.dense_first": "1",
         "model.moe.shared": "8",
         "model.moe.capacity": "1.0",

@@ -171,7 +171,7 @@ FURTHER = [
 EXPERTS = [
     replace(BASE, moe="top 2", ep=2, schedule="zb_h1", zero=2, dtype="fp32"),
     replace(BASE, moe="capacity, choice", etp=2, schedule="chimera", dtype="fp16", tied=False),
-    replace(BASE, moe="shared, gated", dp=1, m=8, tp=2, sequence_parallel=True, ep=2, dtype="fp16"),
+    replace(BASE, moe="pyramid", dp=1, m=8, tp=2, sequence_parallel=True, ep=2, dtype="fp16"),
 ]
 
 

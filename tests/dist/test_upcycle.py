@@ -24,6 +24,7 @@ from tests.parity.stopped_runs import BASE
 from tests.unit.model.transformers_models import model_of
 
 EXPERTS = "model.moe.experts=4"
+PYRAMID = "model.moe.experts=[2,6,4,4]"
 TP = "parallel.tp=2 parallel.sequence_parallel=true"
 
 
@@ -43,10 +44,12 @@ def of_run(weights: Checkpoint, argv: list[str], *more: str) -> tuple[Upcycled, 
     return Upcycled.of(weights, config), config.model
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama_gqa"])
-def test_each_expert_is_a_copy_of_the_mlp(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "experts"), [("gpt2", EXPERTS), ("llama_gqa", "model.moe.experts=[2,6,4]")]
+)
+def test_each_expert_is_a_copy_of_the_mlp(case: str, experts: str, tmp_path: Path) -> None:
     _, checkpoint, argv = dense(tmp_path, case)
-    given = (EXPERTS, "model.moe.dense_first=1", "model.moe.bias_rate=0.1")
+    given = (experts, "model.moe.dense_first=1", "model.moe.bias_rate=0.1")
     upcycled, model = of_run(checkpoint, argv, *given)
     wanted = {f"model/{name}": shape for name, shape in shapes(model).items()}
     fresh = without_source(wanted)
@@ -101,6 +104,7 @@ def test_a_run_begins_with_the_loss_of_the_dense_model(case: str, tmp_path: Path
         f"parallel.pp=2 {TP} parallel.ep=2 model.moe.top_k=3 model.moe.bias_rate=0.1",
         f"parallel.dp=4 parallel.ep=2 optimizer.zero=3 pipeline.schedule=gpipe {folder}",
         f"{TP} parallel.cp=2 parallel.ep=4 model.moe.scores=sigmoid",
+        f"parallel.dp=2 parallel.pp=2 parallel.ep=2 {PYRAMID}",
         "parallel.dp=4 parallel.ep=2 model.moe.normalise=false",
     ]
     mixture = f"{EXPERTS} checkpoint.upcycle=true "

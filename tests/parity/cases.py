@@ -14,6 +14,7 @@ from megapipe.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.schedule.generators import build
 from tests.parity import reference
 from tests.parity.named_settings import ACTIVATIONS, ADAPTED, CONTEXTS, MODELS, MOE
@@ -166,7 +167,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "dropout": case.dropout,
                 "dtype": case.dtype,
                 **MODELS[case.model],
-                "moe": MOE[case.moe] if case.moe else {},
+                "moe": _moe(case),
             },
             "lora": _lora(case),
             "parallel": {
@@ -260,6 +261,16 @@ def context_of(case: Case) -> dict[str, Any]:
     if case.context == "ulysses":
         return {"ulysses": case.cp}
     return CONTEXTS[case.context] if case.cp > 1 else {}
+
+
+def _moe(case: Case) -> dict[str, Any]:
+    """With as many numbers of experts as there are layers with some."""
+    section = MOE[case.moe] if case.moe else {}
+    numbers = section.get("experts")
+    if not isinstance(numbers, list):
+        return section
+    layers = filter(MoEConfig.model_validate(section).has_experts, range(case.layers))
+    return {**section, "experts": numbers[: len(list(layers))]}
 
 
 def _lora(case: Case) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from tests.parity.expected import (
     plain_error,
     validation,
 )
-from tests.parity.mixture import Told, kept, moved
+from tests.parity.mixture import Told, experts_of, has_experts, kept, moved
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.reference import Params
 from tests.parity.routing_noise import is_random
@@ -143,9 +143,10 @@ def check_frozen(before: Params, now: Params) -> None:
 def check_kept(case: Case, before: Params, after: Params, told: Sequence[float]) -> None:
     """What routers keep has moved as the choices of the step say, to the bit."""
     model, counts, start = settings(case).model, [], 0
-    while start < len(told):
-        counts.append([int(count) for count in told[start + 4 :][: model.moe.experts]])
+    for layer in (n for n in range(model.layers) if has_experts(model, n)):
+        counts.append([int(count) for count in told[start + 4 :][: experts_of(model, layer)]])
         start += 4 + len(counts[-1])
+    assert start == len(told)
     main = reference.MASTER_DTYPES[case.dtype]
     held = {name: values.to(main) for name, values in before.items() if kept(name)}
     for name, values in moved(held, model, counts).items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -28,6 +28,8 @@ class Call:
     elements: int
     """Of the whole tensor: what a reduction sums, what a gather gives."""
     exposed: bool = True
+    ranks: tuple[int, ...] = field(default=(), compare=False)
+    """Its group."""
 
 
 class Recorder(TorchDispatchMode):
@@ -58,7 +60,8 @@ class Recorder(TorchDispatchMode):
             if axis.group is None:
                 return begin(*args, **kwargs)
             whole = max(arg.numel() for arg in args if isinstance(arg, Tensor))
-            made = Call(begin.__name__.removeprefix("start_"), whole)
+            ranks = tuple(collectives.dist.get_process_group_ranks(axis.group))
+            made = Call(begin.__name__.removeprefix("start_"), whole, ranks=ranks)
             self.calls.append(made)
             before = self._products
             result = begin(*args, **kwargs)

@@ -76,7 +76,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "moe": [
         *((None, 1, 1), ("top 2", 1, 1), ("capacity, choice", 1, 1), ("groups", 1, 1)),
         *(("top 2", 4, 1), ("capacity, choice", 2, 2), ("groups", 2, 1), ("top 2", 1, 2)),
-        *(("step", 2, 1), ("random", 1, 1)),
+        *(("step", 2, 1), ("random", 1, 1), ("pyramid", 2, 1), ("pyramid, biased", 4, 1)),
     ],
     "dispatch": [("all_to_all", None), ("all_gather", None), ("hierarchical", 2), ("fetch", None)],
     "expert_chunks": [1, 3],

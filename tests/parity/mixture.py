@@ -44,22 +44,33 @@ def has_experts(model: ModelConfig, layer: int) -> bool:
     return (layer - moe.dense_first) % moe.every == moe.every - 1
 
 
+def experts_of(model: ModelConfig, layer: int) -> int:
+    """The number of a layer that has some: of a list, the number after those of the layers before
+    it that have some."""
+    numbers = model.moe.experts
+    if isinstance(numbers, list):
+        return numbers[[has_experts(model, n) for n in range(layer)].count(True)]
+    assert numbers is not None
+    return numbers
+
+
 def shapes(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Weights and, with biases, those of a layer's experts, their router and what is beside."""
     moe, h = model.moe, model.hidden
     two = (2,) if model.activation in ("swiglu", "geglu_tanh") else ()
+    experts = experts_of(model, layer)
     linear: dict[str, tuple[int, ...]] = {
-        "up": (moe.experts, *two, moe.ffn, h),
-        "down": (moe.experts, h, moe.ffn),
+        "up": (experts, *two, moe.ffn, h),
+        "down": (experts, h, moe.ffn),
     }
     if moe.shared is not None:
         linear |= {"shared.up": (*two, moe.shared, h), "shared.down": (h, moe.shared)}
     name = f"layers.{layer}.moe"
-    out = {f"{name}.router.weight": (moe.experts, h)}
+    out = {f"{name}.router.weight": (experts, h)}
     if moe.bias_rate is not None:
-        out[f"{name}.router.bias"] = (moe.experts,)
+        out[f"{name}.router.bias"] = (experts,)
     if moe.balance_scope == "step":
-        out[f"{name}.router.counts"] = (moe.experts,)
+        out[f"{name}.router.counts"] = (experts,)
     for each, shape in linear.items():
         out[f"{name}.{each}.weight"] = shape
         if model.bias:
@@ -92,7 +103,7 @@ def mixture(
     for row in range(b):
         drawn = None if noise is None else noise[1][row].tolist()
         left_out = _left_out(weights[row], drawn, model)
-        full = _dropped(chosen[row], weights[row], left_out, model)
+        full = _dropped(chosen[row], weights[row], left_out, model, p.shape[-1])
         dropped |= {(row, *each) for each in left_out | full}
     samples = []
     for row in range(b):
@@ -170,20 +181,21 @@ def _dropped(
     weights: list[Tensor],
     left_out: set[tuple[int, int]],
     model: ModelConfig,
+    experts: int,
 ) -> set[tuple[int, int]]:
-    """(position, number of the choice) of a sequence's choices whose expert is full; those that are
-    left out ask for no place."""
+    """(position, number of the choice) of a sequence's choices whose expert, of so many, is full;
+    those that are left out ask for no place."""
     moe, s = model.moe, len(chosen)
     if moe.capacity is None:
         return set()
-    places = math.ceil(Fraction(repr(moe.capacity)) * moe.top_k * s / moe.experts)
+    places = math.ceil(Fraction(repr(moe.capacity)) * moe.top_k * s / experts)
     choices = [(t, j) for t in range(s) for j in range(moe.top_k)]
     first = {
         "choice": lambda c: (c[1], c[0]),
         "position": lambda c: c,
         "score": lambda c: (-weights[c[0]][c[1]].item(), c),
     }[moe.drop]
-    taken = [0] * moe.experts
+    taken = [0] * experts
     out = set()
     for t, j in sorted(set(choices) - left_out, key=first):
         expert = chosen[t][j]

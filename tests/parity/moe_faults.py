@@ -44,6 +44,8 @@ TENSOR = replace(EXPERTS, tp=2, sequence_parallel=True)
 CONTEXT = replace(EXPERTS, cp=2)
 SEVERAL = replace(EXPERTS, dp=2, ep=2)
 INNER = replace(EXPERTS, dp=2, etp=2)
+PYRAMID = replace(EXPERTS, moe="pyramid, biased", layers=3)
+"""Layers with other numbers of experts, 4 in the first one."""
 
 
 def gradient_through_the_weights_dropped() -> Patch:
@@ -341,6 +343,18 @@ def a_part_of_an_expert_made_orthogonal() -> Patch:
     return mock.patch.object(muon, "on_whole", on_parts)
 
 
+def places_by_the_experts_of_the_first_layer() -> Patch:
+    places = Routing.places
+    return mock.patch.object(
+        Routing, "places", lambda self, length: places(replace(self, experts=4), length)
+    )
+
+
+def balance_by_the_experts_of_the_first_layer() -> Patch:
+    shares = routing.shares
+    return mock.patch.object(routing, "shares", lambda n, dtype: shares(n, dtype) * 4 / n.shape[-1])
+
+
 FAULTS: dict[Callable[[], Patch], Case] = {
     gradient_through_the_weights_dropped: EXPERTS,
     weights_renormalised_after_dropping: DROPPING,
@@ -378,6 +392,8 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     one_trust_ratio_for_all_experts: replace(EXPERTS, model="llama", rule="lamb"),
     trust_ratios_of_one_part_of_an_expert: replace(INNER, model="llama", rule="lars"),
     a_part_of_an_expert_made_orthogonal: replace(INNER, rule="muon"),
+    places_by_the_experts_of_the_first_layer: PYRAMID,
+    balance_by_the_experts_of_the_first_layer: PYRAMID,
 }
 
 

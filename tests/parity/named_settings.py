@@ -156,7 +156,7 @@ MOE: dict[str, dict[str, Any]] = {
         "balance": 0.2,
     },
     "every second": {
-        "experts": 4,
+        "experts": [4, 8, 12] * 2,
         "every": 2,
         "ffn": 8,
         "shared": 8,
@@ -165,8 +165,32 @@ MOE: dict[str, dict[str, Any]] = {
     },
     "shared, gated": {"experts": 4, "shared": 20, "shared_gate": "sigmoid", "z": 0.03},
     "residual": {"experts": 4, "shared": 16, "shared_gate": "softmax", "scores": "sigmoid"},
+    "pyramid": {
+        "experts": [4, 8, 12] * 4,
+        "top_k": 1,
+        "normalise": False,
+        "ffn": 12,
+        "shared": 16,
+        "shared_gate": "softmax",
+        "balance": 0.4,
+        "z": 0.05,
+    },
+    "pyramid, biased": {
+        "experts": [4, 12, 8] * 4,
+        "ffn": 8,
+        "scores": "sigmoid",
+        "groups": 2,
+        "group_top_k": 1,
+        "dense_first": 1,
+        "capacity": 1.2,
+        "drop": "position",
+        "balance": 0.4,
+        "balance_scope": "step",
+        "bias_rate": 0.02,
+    },
 }
-"""The section model.moe by name. Coefficients are large, so that an error in a term is seen."""
+"""The section model.moe by name. Coefficients are large, so that an error in a term is seen. A list
+has numbers for more layers than a case has."""
 
 
 ACTIVATIONS: dict[str, dict[str, Any]] = {

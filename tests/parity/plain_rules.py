@@ -27,9 +27,10 @@ def is_hidden(name: str) -> bool:
 
 
 def by_singular_values(matrix: Tensor) -> Tensor:
-    """Muon's quintic of [..., m, n], which singular values alone pass through."""
+    """Muon's quintic of [..., m, n], which singular values alone pass through; 0 stays 0, as of an
+    expert that no token has chosen."""
     left, s, right = torch.linalg.svd(matrix, full_matrices=False)  # [..., m, n]: both of two
-    s = s / s.square().sum(-1, keepdim=True).sqrt()
+    s = s / s.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-7)
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
     return (left * s[..., None, :]) @ right

@@ -26,7 +26,8 @@ from tests.parity.held_state import Held, held
 from tests.parity.ranks import STEPS, Case, Rows, configure
 
 SMALL = partial(Case, layers=6, vocab=301, sequence=16, dtype="fp32", m=4, moe="every second")
-"""Tied embeddings, whose vocabulary neither 2 nor 4 divides; every second layer has experts."""
+"""Tied embeddings, whose vocabulary neither 2 nor 4 divides; every second layer has experts, each
+another number of them."""
 CUT = 1 / 1024
 """A size of buckets, MiB, at which stages have several."""
 

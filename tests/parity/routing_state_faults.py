@@ -20,6 +20,7 @@ from megapipe.layers.routing import Chosen
 from megapipe.layers.token_shards import TokenShards
 from megapipe.testing import World
 from megapipe.train import own_totals
+from megapipe.train.routing import by_layer
 from megapipe.train.routing_state import RoutingState
 from megapipe.train.step import TrainStep
 from megapipe.train.totals import Totals
@@ -28,6 +29,8 @@ from tests.parity.faults import Patch, run_of_size
 
 BIASED = Case(moe="groups", masked=0.3, layers=2)
 COUNTED = replace(BIASED, moe="step")
+PYRAMID = replace(BIASED, moe="pyramid, biased", layers=3)
+"""Layers with other numbers of experts."""
 
 
 def biases_in_the_weights() -> Patch:
@@ -130,6 +133,21 @@ def counts_by_the_choices_of_one_replica() -> Patch:
     return biases_by_the_choices_of_one_replica()
 
 
+def biases_by_the_experts_of_the_first_layer() -> Patch:
+    """As many are taken for the mean of each layer."""
+
+    def wrong(self: RoutingState, told: Sequence[float]) -> None:
+        first = len(next(iter(self.biases.values())))
+        for layer, _, numbers in by_layer(self._experts, told):
+            counts = torch.tensor(numbers, dtype=torch.int64)
+            self.counts[layer] = counts
+            signs = (counts.sum() - counts * first).sign()
+            self.biases[layer] += cast(float, self._rate) * signs
+        self._hand_out()
+
+    return mock.patch.object(RoutingState, "move", wrong)
+
+
 def balance_by_the_choices_of_the_step_itself() -> Patch:
     choice = Experts.choice
 
@@ -157,6 +175,7 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     biases_by_the_choices_of_one_tp_rank: replace(BIASED, tp=2, sequence_parallel=True),
     biases_by_the_choices_of_one_cp_rank: replace(BIASED, cp=2),
     counts_by_the_choices_of_one_replica: replace(COUNTED, dp=2),
+    biases_by_the_experts_of_the_first_layer: PYRAMID,
     balance_by_the_choices_of_the_step_itself: COUNTED,
     balance_as_if_choices_were_spread_evenly: COUNTED,
 }

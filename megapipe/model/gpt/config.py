@@ -118,13 +118,10 @@ class ModelConfig(Section):
             ffn = -(-8 * self.hidden // (3 * 64)) * 64
         else:
             ffn = 4 * self.hidden
-        ffn, moe = self.ffn_hidden or ffn, self.moe
-        if moe.experts is not None:
-            filled = {"ffn": moe.ffn or ffn, "group_top_k": moe.group_top_k or moe.groups}
-            moe = moe.model_copy(update=filled)
+        ffn = self.ffn_hidden or ffn
         return self.model_copy(
             update={
-                "moe": moe,
+                "moe": self.moe.resolved(self.layers, ffn),
                 "kv_heads": self.kv_heads or self.heads,
                 "head_dim": head_dim,
                 "ffn_hidden": ffn,

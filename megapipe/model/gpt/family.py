@@ -44,7 +44,7 @@ from megapipe.model.interface import (
 from megapipe.model.own_loss import load_loss
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
-from megapipe.words import counted
+from megapipe.words import counted, either
 
 if TYPE_CHECKING:
     from torch import device
@@ -99,9 +99,10 @@ class GPT(Family):
         experts = ""
         if moe.experts is not None:
             beside = "" if moe.shared is None else f" beside one of {moe.shared}"
+            each = self.experts()
             experts = (
-                f", in {counted(len(self.experts()), 'layer')} {moe.top_k} of {moe.experts} "
-                f"experts of {moe.ffn}{beside}"
+                f", in {counted(len(each), 'layer')} {moe.top_k} of "
+                f"{either(sorted(set(each.values())))} experts of {moe.ffn}{beside}"
             )
         return (
             f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads of "
@@ -113,11 +114,11 @@ class GPT(Family):
         return buffers(self.model)
 
     def experts(self) -> Mapping[int, int]:
-        layers = filter(self.model.moe.has_experts, range(self.layers))
-        return dict.fromkeys(layers, self.model.moe.experts or 0)
+        moe = self.model.moe
+        return {n: moe.experts_of(n) for n in filter(moe.has_experts, range(self.layers))}
 
     def active(self) -> int:
-        return self.count() - sum(unused_parameters(self.model) for _ in self.experts())
+        return self.count() - sum(unused_parameters(self.model, layer) for layer in self.experts())
 
     def _once(self, layer: int, *, causal: bool = False) -> Once:
         given = self.conditions
@@ -167,7 +168,7 @@ class GPT(Family):
     def forward_flops(self, stage: StageSpec) -> int:
         model, length = self.model, self.conditions.sequence_length
         layers = sum(
-            layer_flops(model, length, model.window_of(layer), experts=model.moe.has_experts(layer))
+            layer_flops(model, length, model.window_of(layer), experts=model.moe.experts_of(layer))
             for layer in stage.layers
         )
         return layers + stage.head * head_flops(model)

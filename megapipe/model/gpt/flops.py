@@ -13,9 +13,9 @@ from megapipe.model.gpt.parameters import known
 
 
 def layer_flops(
-    model: ModelConfig, sequence_length: int, window: int | None = None, *, experts: bool = False
+    model: ModelConfig, sequence_length: int, window: int | None = None, *, experts: int = 0
 ) -> int:
-    """FLOPs of one layer's forward, per token, which sees `window` positions if not all; with
+    """FLOPs of one layer's forward, per token, which sees `window` positions if not all; of so many
     `experts` those that a token is sent to, none of them dropped."""
     head_dim = known(model.head_dim)
     queries = model.heads * head_dim
@@ -24,7 +24,7 @@ def layer_flops(
     rows = matrices * known(model.ffn_hidden)
     if experts:
         rows = matrices * (moe.top_k * known(moe.ffn) + (moe.shared or 0))
-        rows += known(moe.experts) + GATES[moe.shared_gate]
+        rows += experts + GATES[moe.shared_gate]
     weights = model.hidden * (qkv + queries + rows)
     seen = sequence_length if window is None else min(sequence_length, window)
     scores = 2 * seen * queries  # q k^T and its product with v

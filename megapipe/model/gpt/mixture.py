@@ -30,7 +30,7 @@ class Mixture(nn.Module):
         self.experts = Experts(
             sharding,
             layer,
-            routing_of(moe),
+            routing_of(moe, layer),
             partial(activate, kind=config.activation, swiglu=sharding.kernels.swiglu),
             named[f"{name}.router.weight"],
             layer_of(named, f"{name}.up"),

@@ -14,12 +14,11 @@ GATES = {"none": 0, "sigmoid": 1, "softmax": 2}
 """Outputs of the linear layer of a shared MLP's gate."""
 
 
-def routing_of(moe: MoEConfig) -> Routing:
-    """The routing of a resolved section."""
-    assert moe.experts is not None
+def routing_of(moe: MoEConfig, layer: int) -> Routing:
+    """The routing of a layer with experts, by a resolved section."""
     assert moe.group_top_k is not None
     return Routing(
-        moe.experts,
+        moe.experts_of(layer),
         moe.top_k,
         softmax=moe.scores == "softmax",
         normalise=moe.normalise,
@@ -42,13 +41,13 @@ def mixture_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec
     """The parameters of a layer's experts, of their router and of what is beside them. Expert
     matrices are [experts, f, h], with a gate [experts, 2, f, h], and [experts, h, f]."""
     moe, h, std, bias = model.moe, model.hidden, model.init_std, model.bias
-    assert moe.experts is not None
     assert moe.ffn is not None
+    experts = moe.experts_of(layer)
     name, inner = f"layers.{layer}.moe", (2,) if model.gated else ()
     residual_std = std / math.sqrt(2 * model.layers)
     router_std = std * moe.router_init_scale
-    yield of_tokens(f"{name}.router.weight", (moe.experts, h), router_std)
-    up, down = (moe.experts, *inner, moe.ffn, h), (moe.experts, h, moe.ffn)
+    yield of_tokens(f"{name}.router.weight", (experts, h), router_std)
+    up, down = (experts, *inner, moe.ffn, h), (experts, h, moe.ffn)
     yield from expert_matrices(f"{name}.up", up, bias=bias, std=std, inner_dim=len(up) - 2)
     yield from expert_matrices(f"{name}.down", down, bias=bias, std=residual_std, inner_dim=2)
     if moe.shared is not None:
@@ -62,10 +61,10 @@ def mixture_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec
 def buffers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of what the routers have beside their parameters, by their names in checkpoints."""
     moe = model.moe
-    if moe.experts is None or moe.bias_rate is None:
+    if moe.bias_rate is None:
         return {}
     layers = filter(moe.has_experts, range(model.layers))
-    return {bias_name(layer): (moe.experts,) for layer in layers}
+    return {bias_name(layer): (moe.experts_of(layer),) for layer in layers}
 
 
 def row_widths(model: ModelConfig, etp: int) -> tuple[int, ...]:
@@ -77,11 +76,10 @@ def row_widths(model: ModelConfig, etp: int) -> tuple[int, ...]:
     return tuple(sorted({model.hidden, inner, inner * (2 if model.gated else 1)}))
 
 
-def unused_parameters(model: ModelConfig) -> int:
-    """Parameters of a layer's experts that a token does not meet."""
+def unused_parameters(model: ModelConfig, layer: int) -> int:
+    """Parameters of the experts of a layer, which has some, that a token does not meet."""
     moe = model.moe
-    assert moe.experts is not None
     assert moe.ffn is not None
     up = moe.ffn * (2 if model.gated else 1)
     each = model.hidden * (up + moe.ffn) + model.bias * (up + model.hidden)
-    return (moe.experts - moe.top_k) * each
+    return (moe.experts_of(layer) - moe.top_k) * each

@@ -6,7 +6,7 @@ from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.strict_yaml import text_of
-from megapipe.words import choices
+from megapipe.words import choices, counted, ranges
 
 
 def check_experts(model: ModelConfig) -> None:
@@ -23,27 +23,36 @@ def check_experts(model: ModelConfig) -> None:
     if moe.experts is None:
         return
     _check_dense_layers(model)
-    if not any(map(moe.has_experts, range(model.layers))):
+    layers = list(filter(moe.has_experts, range(model.layers)))
+    if not layers:
         raise ConfigError(
             f"model.moe.dense_first={moe.dense_first} and model.moe.every={moe.every} leave none "
             f"of model.layers={model.layers} with experts: expected at most {model.layers} together"
         )
-    if moe.experts % moe.groups:
+    if isinstance(moe.experts, list) and len(moe.experts) != len(layers):
         raise ConfigError(
-            f"model.moe.experts={moe.experts} is not divisible by model.moe.groups={moe.groups}: "
-            f"{choices('groups', moe.experts, moe.groups)}"
+            f"model.moe.experts={text_of(moe.experts)} has {counted(len(moe.experts), 'number')}: "
+            f"expected {len(layers)}, one for each layer with experts ({ranges(layers)})"
         )
+    for layer in layers:
+        experts = moe.experts_of(layer)
+        if experts % moe.groups:
+            raise ConfigError(
+                f"{experts_in(moe, layer)} is not divisible by model.moe.groups={moe.groups}: "
+                f"{choices('groups', experts, moe.groups)}"
+            )
     groups = moe.group_top_k or moe.groups
     if groups > moe.groups:
         raise ConfigError(
             f"model.moe.group_top_k={groups} is more than model.moe.groups={moe.groups}: expected "
             "at most that"
         )
-    most = groups * (moe.experts // moe.groups)
+    fewest = min(layers, key=moe.experts_of)
+    most = groups * (moe.experts_of(fewest) // moe.groups)
     if moe.top_k > most:
-        what = f"model.moe.experts={moe.experts}"
+        what = experts_in(moe, fewest)
         if groups < moe.groups:
-            what = f"the {most} experts of model.moe.group_top_k={groups} groups"
+            what = f"the {most} experts of model.moe.group_top_k={groups} groups with {what}"
         raise ConfigError(
             f"model.moe.top_k={moe.top_k} is more than {what}: expected at most {most}"
         )
@@ -62,6 +71,14 @@ def check_experts(model: ModelConfig) -> None:
             "model.moe.top_k=1 with model.moe.normalise=true has the weight 1 for every token, "
             "which teaches the router nothing: expected model.moe.normalise=false"
         )
+
+
+def experts_in(moe: MoEConfig, layer: int) -> str:
+    """The key with its value, as an error about the experts of a layer begins."""
+    text = f"model.moe.experts={text_of(moe.experts)}"
+    if isinstance(moe.experts, list):
+        text += f" ({moe.experts_of(layer)} in layer {layer})"
+    return text
 
 
 def _check_dense_layers(model: ModelConfig) -> None:

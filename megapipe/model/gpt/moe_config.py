@@ -1,18 +1,24 @@
 """The section `model.moe`: layers whose MLP is a mixture of experts."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.section import Section
+from megapipe.section import Expected, Section
+
+Number = Annotated[int, Field(ge=2, le=32767)]
 
 
 class MoEConfig(Section):
     """A mixture of experts in the place of MLPs (docs/moe.md), off by default: a router sends each
     token to a few of many MLPs, and their outputs are added up by its weights."""
 
-    experts: int | None = Field(None, ge=2, le=32767)
-    """Experts of a layer; default: none, all layers are dense."""
+    experts: Annotated[
+        Number | list[Number] | None,
+        Expected("a whole number >= 2 and <= 32767, a list of such numbers, or null"),
+    ] = None
+    """Experts of a layer, or a list of one number for each layer that has some, in their order
+    (PR-MoE's pyramid; Rajbhandari et al., 2201.05596); default: none, all layers are dense."""
     top_k: int = Field(2, ge=1)
     """Experts that a token is sent to."""
     ffn: int | None = Field(None, ge=1)
@@ -29,7 +35,7 @@ class MoEConfig(Section):
     shared_gate: Literal["none", "sigmoid", "softmax"] = "none"
     """Factor of the shared MLP's output. none: 1. sigmoid: a gate of the token
     (Qwen2-MoE). softmax: one of two coefficients that sum to 1, of which the experts' output gets
-    the other (PR-MoE; Rajbhandari et al., 2201.05596)."""
+    the other (PR-MoE)."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts, from the router's logits: over all experts, or each by itself
     (DeepSeek-V3). A token goes to the experts with the largest ones, and they are the weights."""
@@ -78,3 +84,22 @@ class MoEConfig(Section):
         if self.experts is None or layer < self.dense_first or layer in self.dense_layers:
             return False
         return (layer - self.dense_first + 1) % self.every == 0
+
+    def experts_of(self, layer: int) -> int:
+        """Experts of a layer, counted from 0; of a dense one 0."""
+        if self.experts is None or not self.has_experts(layer):
+            return 0
+        if isinstance(self.experts, int):
+            return self.experts
+        return self.experts[sum(map(self.has_experts, range(layer)))]
+
+    def resolved(self, layers: int, ffn: int) -> "MoEConfig":
+        """The section of a model with so many layers and dense MLPs of the inner width `ffn`, with
+        every default filled in. A list of one number over and over becomes that number."""
+        experts, count = self.experts, sum(map(self.has_experts, range(layers)))
+        if experts is None:
+            return self
+        if isinstance(experts, list) and (len(experts), len(set(experts))) == (count, 1):
+            experts = experts[0]
+        filled = {"ffn": self.ffn or ffn, "group_top_k": self.group_top_k or self.groups}
+        return self.model_copy(update={**filled, "experts": experts})

@@ -37,18 +37,18 @@ def _rows(routing: Routing, sizes: Sizes) -> int:
     return most_rows(routing, _tokens(sizes), sequences, length, sizes.ep, sizes.etp)
 
 
-def mixture_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]:
-    """Storages from F to I, besides the input, with their bytes."""
-    moe, size, routing = model.moe, DTYPE_BYTES[model.dtype], routing_of(model.moe)
+def mixture_saved(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[tuple[str, int]]:
+    """Storages of a layer from F to I, besides the input, with their bytes."""
+    moe, size, routing = model.moe, DTYPE_BYTES[model.dtype], routing_of(model.moe, layer)
     tokens = _tokens(sizes)
     choices, up = tokens * moe.top_k, 2 if model.gated else 1
     rows = _rows(routing, sizes)
     yield "up of experts", rows * known(moe.ffn) // sizes.etp * up * size
-    yield "logits", tokens * known(moe.experts) * high_bytes(model)
+    yield "logits", tokens * routing.experts * high_bytes(model)
     yield "choice", choices * CHOICE
     if routing.scope != "step":
         scopes = sizes.rows if routing.scope == "sequence" else 1
-        yield "counts", scopes * known(moe.experts) * COUNT
+        yield "counts", scopes * routing.experts * COUNT
     yield "order", choices * PLACE
     yield "rows of choices", choices * PLACE
     if sizes.ep * sizes.etp > 1:
@@ -66,14 +66,14 @@ def mixture_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]
             yield name, tokens * model.hidden * size
 
 
-def mixture_queued(model: ModelConfig, sizes: Sizes, *, shared: bool) -> int:
-    """Bytes that wait for W. `shared`: the gradient of the layer's output is among others already
-    where it is kept."""
+def mixture_queued(model: ModelConfig, sizes: Sizes, layer: int, *, shared: bool) -> int:
+    """Bytes of a layer that wait for W. `shared`: the gradient of its output is among others
+    already where it is kept."""
     moe, size, high = model.moe, DTYPE_BYTES[model.dtype], high_bytes(model)
     tokens, h, up = _tokens(sizes), model.hidden, 2 if model.gated else 1
-    rows, ffn = _rows(routing_of(moe), sizes), known(moe.ffn) // sizes.etp
+    rows, ffn = _rows(routing_of(moe, layer), sizes), known(moe.ffn) // sizes.etp
     found = rows * (size * (2 * h + ffn + up * ffn) + high)
-    found += tokens * (h * size + known(moe.experts) * high)
+    found += tokens * (h * size + moe.experts_of(layer) * high)
     if moe.shared is not None:
         gates = GATES[moe.shared_gate]
         output = 0 if shared and not gates else h

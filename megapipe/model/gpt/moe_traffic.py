@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
 from megapipe.layers.policy import Span
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.moe import mixture_parameters, routing_of
+from megapipe.model.gpt.moe import mixture_parameters
 from megapipe.model.gpt.moe_memory import CHOICE, COUNT, high_bytes
-from megapipe.model.gpt.parameters import known
 from megapipe.model.interface import Among, Collective, Conditions, TokenTraffic
 from megapipe.model.partition import StageSpec
 
@@ -21,11 +20,11 @@ def routing_traffic(
     counts those of the last step; with a capacity
     the choices themselves, and the weights if these decide who is dropped; and where experts are
     split, rows for each of them. In the first run of a layer alone."""
-    moe, routing = model.moe, routing_of(model.moe)
+    moe = model.moe
     layers = sum(map(moe.has_experts, stage.layers))
-    counts = layers * known(moe.experts) * COUNT
-    if routing.scope != "step":
-        scopes = rows if routing.scope == "sequence" else 1
+    counts = sum(map(moe.experts_of, stage.layers)) * COUNT
+    if moe.balance_scope != "step":
+        scopes = rows if moe.balance_scope == "sequence" else 1
         yield TokenTraffic("sequence", "all_reduce", "routing", layers, scopes * counts)
     if given.dispatch != "fetch":
         yield TokenTraffic("ep", "all_gather", "routing", layers, given.ep * given.etp * counts)

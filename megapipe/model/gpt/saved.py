@@ -54,7 +54,7 @@ def saved_tensors(
     after = tuple(_post_norm(model, sizes))
     attention, activation = _attention(model, sizes), _activation(model, sizes)
     if layer is not None and model.moe.has_experts(layer):
-        mixture = (*_of_mixture([second, *rest]), *_mixture(model, sizes))
+        mixture = (*_of_mixture([second, *rest]), *_mixture(model, sizes, layer))
         return first, *rest, *attention, *after, *mixture, *after
     if lora is None:
         return first, *rest, *attention, *after, second, *rest, *activation, *after
@@ -142,7 +142,7 @@ def choices(model: ModelConfig, sizes: Sizes, layers: Sequence[int]) -> Iterator
             if tensor.name in ("choice", "counts"):
                 yield tensor
             if tensor.name == "choice" and ranks > 1:
-                told = ranks * known(model.moe.experts) * COUNT
+                told = ranks * model.moe.experts_of(layer) * COUNT
                 yield tensor._replace(name="rows of ranks", bytes=told)
 
 
@@ -215,7 +215,7 @@ def queued_bytes(
     w = Widths.of(model, sizes)
     if layer is not None and model.moe.has_experts(layer):
         values = w.tokens * 2 * (w.queries + w.keys) + w.local_tokens * 2 * model.hidden
-        beside = mixture_queued(model, sizes, shared=share_gradient(model))
+        beside = mixture_queued(model, sizes, layer, shared=share_gradient(model))
         return DTYPE_BYTES[model.dtype] * values + beside
     if lora is not None:
         return DTYPE_BYTES[model.dtype] * _queued_beside_adapters(model, w, lora)
@@ -401,8 +401,8 @@ def _of_mixture(tensors: Iterable[Saved]) -> Iterator[Saved]:
         yield tensor._replace(module="experts", is_input=False)
 
 
-def _mixture(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
-    for name, size in mixture_saved(model, sizes):
+def _mixture(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[Saved]:
+    for name, size in mixture_saved(model, sizes, layer):
         yield Saved("experts", name, size)
     yield from _residual_mask("experts", model, sizes)
 

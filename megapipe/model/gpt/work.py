@@ -43,7 +43,7 @@ class Once(NamedTuple):
         `causal`: scores as kernels compute them, half of all, which the backward computes again:
         two products in the forward, five in the backward.
         """
-        experts = model.moe.has_experts(number)
+        experts = model.moe.experts_of(number)
         linear = layer_flops(model, 0, experts=experts)
         layer = layer_flops(model, length, model.window_of(number), experts=experts)
         scores = (layer - linear) // (2 if causal else 1)
@@ -55,7 +55,7 @@ class Once(NamedTuple):
             layer=layer,
             scores=scores,
             back=5 * scores // 2 if causal else 2 * scores,
-            last=0 if model.post_norms else 2 * model.hidden * _last_width(model, experts),
+            last=0 if model.post_norms else 2 * model.hidden * _last_width(model, experts > 0),
             head=head,
         )
 

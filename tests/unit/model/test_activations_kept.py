@@ -213,6 +213,7 @@ WITH_EXPERTS = [
     ("mixed", {"moe": "residual", "dtype": "bf16"}),
     ("neox", {"moe": "groups"}),
     ("neox", {"moe": "every second"}),
+    ("gpt2", {"moe": "pyramid"}),
 ]
 
 

@@ -365,6 +365,8 @@ def test_unsupported_configs_are_refused(hf_config: Any, message: str) -> None:
         (with_experts(normalise=False), {}, "model.moe.normalise = False .*mixtral.*needs True"),
         (with_experts(scores="sigmoid"), {}, "model.moe.scores = sigmoid .*it needs softmax"),
         (with_experts(bias_rate=0.1), {}, "model.moe.bias_rate = 0.1 .*mixtral.*it needs None"),
+        (with_experts(experts=[4, 8, 8]), {}, r"moe.experts = \[4, 8, 8\] .*mixtral.* one number"),
+        (of_dots1(experts=[8, 4]), {}, r"model.moe.experts = \[8, 4\] .*dots1.* one number"),
         (of_dots1(bias_rate=None), {}, "model.moe.bias_rate = None .*dots1.*it needs a number"),
         (of_dots1(shared=20), {}, "model.moe.shared = 20 .*dots1.*a multiple of .* 12"),
         (of_dots1(every=2), {}, "model.moe.every = 2 .*dots1.*it needs 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
 
@@ -16,17 +17,18 @@ from megapipe.model.interface import Conditions
 from megapipe.model.partition import StageSpec
 
 
-def family(fields: dict[str, object]) -> GPT:
+def family(fields: dict[str, Any]) -> GPT:
     model = ModelConfig.model_validate(fields).resolved(vocab_size=None, sequence_length=128)
     return GPT(model, Conditions(sequence_length=128, microbatch=1))
 
 
+MIXTURE = {"experts": 6, "top_k": 2, "ffn": 24, "dense_first": 1, "every": 2, "shared": 8}
 SMALL = {
     "layers": 5,
     "hidden": 16,
     "heads": 2,
     "vocab_size": 64,
-    "moe": {"experts": 6, "top_k": 2, "ffn": 24, "dense_first": 1, "every": 2, "shared": 8},
+    "moe": MIXTURE,
 }
 
 
@@ -41,33 +43,55 @@ def test_which_layers_have_experts() -> None:
     assert found(every=2, dense_layers=[3]) == [1, 5]
 
 
+def test_a_list_has_a_number_for_each_layer_with_experts() -> None:
+    moe = MoEConfig(experts=[4, 8, 6], dense_first=1, dense_layers=[3])
+    assert [moe.experts_of(layer) for layer in range(5)] == [0, 4, 8, 0, 6]
+    assert [MoEConfig(experts=4, every=2).experts_of(layer) for layer in range(4)] == [0, 4, 0, 4]
+    assert MoEConfig().experts_of(0) == 0
+    model = family({**SMALL, "moe": {**MIXTURE, "experts": [6, 8]}})
+    assert model.experts() == {2: 6, 4: 8}
+    assert "in 2 layers 2 of 6 or 8 experts of 24 beside one of 8" in model.describe()
+    for layer, experts in model.experts().items():
+        shapes = model.shapes()
+        assert shapes[f"layers.{layer}.moe.router.weight"] == (experts, 16)
+        assert shapes[f"layers.{layer}.moe.down.weight"] == (experts, 16, 24)
+
+
+def test_a_list_of_one_number_over_and_over_is_that_number() -> None:
+    """So it goes on from a checkpoint, and to a class of Hugging Face's, that has one."""
+    one, same = (family({**SMALL, "moe": {**MIXTURE, "experts": e}}).model for e in (6, [6, 6]))
+    assert same == one
+
+
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_a_token_meets_its_share_of_the_experts(activation: str) -> None:
-    model = family({**SMALL, "activation": activation})
-    assert model.experts() == {2: 6, 4: 6}
-    unused = 0
-    for name, shape in model.shapes().items():
-        of_experts = name.split(".")[-3:-1] in (["moe", "up"], ["moe", "down"])
-        unused += of_experts * prod(shape) * 4 // 6
-    assert model.active() == model.count() - unused
+    for experts in (6, [6, 8]):
+        model = family({**SMALL, "activation": activation, "moe": {**MIXTURE, "experts": experts}})
+        unused = 0
+        for name, shape in model.shapes().items():
+            of_experts = name.split(".")[-3:-1] in (["moe", "up"], ["moe", "down"])
+            unused += of_experts * prod(shape) * (shape[0] - 2) // shape[0]
+        assert model.active() == model.count() - unused
 
 
-def test_flops_are_those_of_the_experts_of_a_token() -> None:
+@pytest.mark.parametrize("experts", [6, [6, 8]])
+def test_flops_are_those_of_the_experts_of_a_token(experts: Any) -> None:
     """Of every matrix two for each of its values that a token meets, and attention's own."""
-    model = family({**SMALL, "positions": "rotary", "bias": False, "tied_embeddings": False})
+    moe = {"moe": {**MIXTURE, "experts": experts}}
+    model = family({**SMALL, **moe, "positions": "rotary", "bias": False, "tied_embeddings": False})
     matrices = {name: shape for name, shape in model.shapes().items() if len(shape) > 1}
     met = {}
     for name, shape in matrices.items():
         of_experts = len(shape) == 3
-        met[name] = prod(shape) // (3 if of_experts else 1)
+        met[name] = prod(shape) * 2 // shape[0] if of_experts else prod(shape)
     scores = 5 * 2 * 2 * 128 * 16
     assert model.forward_flops(model.whole) == scores + 2 * sum(
         size for name, size in met.items() if not name.startswith("embedding")
     )
-    dense, mixed = (model.forward_flops(StageSpec(False, range(i, i + 1), False)) for i in (0, 2))
-    assert dense != mixed
-    costs = model.unit_costs(None)
-    assert costs[1:6] == [3 * dense, 3 * dense, 3 * mixed, 3 * dense, 3 * mixed]
+    each = [model.forward_flops(StageSpec(False, range(i, i + 1), False)) for i in range(5)]
+    assert each[2] != each[0] == each[1] == each[3]
+    assert each[4] - each[2] == 2 * 16 * (model.experts()[4] - 6)
+    assert model.unit_costs(None)[1:6] == [3 * flops for flops in each]
 
 
 def test_layers_are_cut_into_stages_by_their_cost() -> None:
@@ -83,8 +107,22 @@ def test_layers_are_cut_into_stages_by_their_cost() -> None:
     assert len(first.layers) > len(second.layers)
 
 
-def test_they_are_stored_and_read_back() -> None:
-    config = parse(["model.moe.experts=4", "model.moe.dense_layers=[1,3]"]).config
+def test_a_layer_with_more_experts_costs_as_much_as_its_router() -> None:
+    """So a stage has fewer of those with many."""
+    given = [
+        *("model.layers=8", "model.hidden=64", "model.heads=1", "model.vocab_size=300"),
+        *("model.moe.ffn=8", "parallel.pp=2", "train.sequence_length=16", "train.global_batch=8"),
+    ]
+    few, many = (
+        resolve(parse([*given, f"model.moe.experts={experts}"]).config, 2, None)[1].stage_layers
+        for experts in (4, [4, 4, 4, 4, 4, 400, 400, 400])
+    )
+    assert len(few[0].layers) < len(many[0].layers)
+
+
+@pytest.mark.parametrize("experts", ["4", "[4,8]"])
+def test_they_are_stored_and_read_back(experts: str) -> None:
+    config = parse([f"model.moe.experts={experts}", "model.moe.dense_layers=[1,3]"]).config
     assert stored_model(flatten(config)) == config.model
     older = {key: value for key, value in flatten(config).items() if ".moe." not in key}
     assert stored_model(older).moe == MoEConfig()
@@ -143,6 +181,27 @@ def test_they_are_stored_and_read_back() -> None:
         (
             "model.moe.experts=5 parallel.ep=2",
             "model.moe.experts=5 is not divisible by parallel.ep=2: expected a multiple",
+        ),
+        (
+            "model.moe.experts=[4,8,5] model.moe.dense_first=1 parallel.ep=2",
+            "model.moe.experts=[4, 8, 5] (5 in layer 3) is not divisible by parallel.ep=2: expect",
+        ),
+        (
+            "model.moe.experts=[4,8,8]",
+            "model.moe.experts=[4, 8, 8] has 3 numbers: expected 4, one for each layer with",
+        ),
+        (
+            "model.moe.experts=[4,8,8] model.moe.dense_layers=[0,2]",
+            "has 3 numbers: expected 2, one for each layer with experts (1, 3)",
+        ),
+        ("model.moe.experts=[]", "model.moe.experts=[] has 0 numbers: expected 4, one for each"),
+        (
+            "model.moe.experts=[4,8,2,4] model.moe.top_k=3",
+            "top_k=3 is more than model.moe.experts=[4, 8, 2, 4] (2 in layer 2): expected at",
+        ),
+        (
+            "model.moe.experts=[4,6,4,4] model.moe.groups=4",
+            "experts=[4, 6, 4, 4] (6 in layer 1) is not divisible by model.moe.groups=4: groups",
         ),
         ("parallel.etp=2", "parallel.etp=2 has no effect without model.moe.experts"),
         (

@@ -21,6 +21,7 @@ from megapipe.train.changes import (
     TEMPERATURE,
     Change,
     check,
+    check_weights,
     compare,
 )
 from megapipe.train.corpus import change_of_corpus
@@ -66,6 +67,15 @@ def test_biases_may_move_at_another_rate_and_stay() -> None:
         assert str(line) == f"model.moe.bias_rate was 0.001 and is {rate}"
     with pytest.raises(CheckpointError, match=r"model\.moe\.bias_rate was 0.001 and is null"):
         check(stored, parse(["model.moe.experts=4"]).config, own=True, corpus=None)
+
+
+def test_experts_of_each_layer_stay_as_they_are() -> None:
+    stored = checkpoint(model__moe__experts="[4, 8, 8, 8]")
+    other, one = (parse([f"model.moe.experts={n}"]).config for n in ("[4,8,8,4]", "8"))
+    with pytest.raises(CheckpointError, match=r"experts was '.4, 8, 8, 8.' and is '.4, 8, 8, 4.'"):
+        check(stored, other, own=True, corpus=None)
+    with pytest.raises(CheckpointError, match=r"moe.experts is 8, there '.4, 8, 8, 8.'"):
+        check_weights(Path("x"), stored.manifest.config, one)
 
 
 def test_how_training_goes_on_is_listed() -> None:

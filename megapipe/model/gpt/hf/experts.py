@@ -62,6 +62,8 @@ def _experts(fields: Mapping[str, str], width: str, fixed: Mapping[str, Any], *p
         if model.moe.experts is None:
             yield Misfit("moe.experts", None, "a number")
             return
+        if isinstance(model.moe.experts, list):
+            yield Misfit("moe.experts", model.moe.experts, "one number for all layers")
         for part in parts:
             yield from part.misfits(model)
         free = {name for part in parts for name in part.fields}.union(fields, TRAINING)

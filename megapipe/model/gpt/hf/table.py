@@ -45,10 +45,10 @@ class Tensors(NamedTuple):
     whole: bool = False
     """The names are those of tensors: nothing is added for weight and bias."""
 
-    def of_kind(self, kind: str, experts: int | None) -> tuple[str, ...]:
-        """The names of the weights or biases, as `kind` says, with those of every expert."""
+    def of_kind(self, kind: str, count: int) -> tuple[str, ...]:
+        """The names of the weights or biases, as `kind` says; of experts those of all `count`."""
         end = "" if self.whole else f".{kind}"
-        numbers = range(experts or 1) if "{}" in self.names[0] else range(1)
+        numbers = range(count) if "{}" in self.names[0] else range(1)
         return tuple(f"{name.format(number)}{end}" for number in numbers for name in self.names)
 
 

@@ -192,14 +192,14 @@ class Entry(NamedTuple):
 def entries(row: Row, model: ModelConfig, *, in_files: bool = True) -> Iterator[Entry]:
     """Every global tensor of a resolved model, with those of files or of a state dict."""
     for each in _tensors(model):
-        yield _entry(row, model, each, in_files=in_files)
+        yield _entry(row, each, in_files=in_files)
 
 
 def entries_in(row: Row, model: ModelConfig, given: Collection[str]) -> Iterator[Entry]:
     """The same, with counterparts as those tensors are called that somebody has."""
     for each in _tensors(model):
-        found = _entry(row, model, each, in_files=True)
-        other = _entry(row, model, each, in_files=False)
+        found = _entry(row, each, in_files=True)
+        other = _entry(row, each, in_files=False)
         yield other if any(name in given for name in other.hf_names) else found
 
 
@@ -217,8 +217,8 @@ def _tensors(model: ModelConfig) -> Iterator[_Tensor]:
         yield _Tensor(name.removeprefix("model/"), shape, True)
 
 
-def _entry(row: Row, model: ModelConfig, of: _Tensor, *, in_files: bool) -> Entry:
+def _entry(row: Row, of: _Tensor, *, in_files: bool) -> Entry:
     module, _, kind = of.name.rpartition(".")
     tensors = row.counterpart(of.name if of.is_buffer else module, in_files=in_files)
-    names = tensors.of_kind(kind, model.moe.experts)
+    names = tensors.of_kind(kind, of.shape[0])
     return Entry(of.name, of.shape, names, tensors.arrangement, of.is_buffer)
