@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from megapipe.layers import routing
 from megapipe.schedule.generators import accepts, names
 from megapipe.testing import World, run_world
 from tests.parity.bitwise import assert_bitwise, outcomes_of
+from tests.parity.cases import settings
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.moe_faults import FAULTS, run_faults
 from tests.parity.ranks import Case, check_case, run_case, run_cases
@@ -176,6 +178,24 @@ def of_every_schedule() -> Iterator[Case]:
 @pytest.mark.full
 def test_every_schedule() -> None:
     check(list(of_every_schedule()))
+
+
+@pytest.mark.parametrize("moe", ["top 2", "groups", "capacity, score", "random"])
+def test_choices_in_a_narrow_type_are_those_of_the_scores(moe: str) -> None:
+    """Other ones are noticed: another expert, one that is dropped, one that is not."""
+    case = Case(moe=moe, dtype="bf16")
+    (outcome,) = run_world(1, run_case, case)
+    check_case(case, [outcome])
+    layer, numbers, choices = outcome.chosen[1][0]
+    experts = settings(case).model.moe.experts
+    unlike = np.where(choices < 0, ~choices, choices)
+    free = [next(e for e in range(experts) if e not in row) for row in unlike]
+    changes = [np.where(np.arange(choices.shape[1]) == 0, np.array(free)[:, None], choices)]
+    changes.append(np.where(np.arange(len(choices))[:, None] == 0, ~choices, choices))
+    for changed in changes:
+        outcome.chosen[1][0] = layer, numbers, changed.astype(choices.dtype)
+        with pytest.raises(AssertionError, match=r"layer \d+: .*(are not the choices|are dropped)"):
+            check_case(case, [outcome])
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from megapipe.optim.lr import learning_rate
 from tests.parity import reference
 from tests.parity.by_position import grads_by_position
 from tests.parity.cases import END, Case, batch_of, configure, plain, settings, validation_samples
+from tests.parity.choices import check_choices
 from tests.parity.dropout_noise import noise_of
 from tests.parity.mixture import Told
 from tests.parity.reference import Batch, Params
@@ -63,23 +64,30 @@ class Gradients:
     """Errors of single elements that narrower types on the way between replicas may add."""
 
 
-def validation(case: Case, params: Mapping[str, Tensor]) -> Loss:
-    """The loss of the validation samples, without dropout."""
+def validation(case: Case, params: Mapping[str, Tensor], given: Sequence[Tensor] = ()) -> Loss:
+    """The loss of the validation samples, without dropout; `given` are choices of experts."""
     rows = validation_samples(case)
     tokens, labels, mask = (t[:rows] for t in batch_of(plain(case), 0))
-    return loss_at(case, params, (tokens, labels, mask), None)
+    return loss_at(case, params, (tokens, labels, mask), None, given)
 
 
 def loss_at(
-    case: Case, params: Mapping[str, Tensor], batch: Batch, noise: reference.Noise | None
+    case: Case,
+    params: Mapping[str, Tensor],
+    batch: Batch,
+    noise: reference.Noise | None,
+    given: Sequence[Tensor] = (),
 ) -> Loss:
-    """The loss at these weights."""
+    """The loss at these weights, under `given` choices of experts, which are checked."""
     model, end = settings(case).model, document_end(case)
     tokens, labels, mask = batch
-    exact = of_tokens(params, model, "fp64", tokens, labels, end, noise)[mask]
+    told = [Told(case.batch, given=given) for _ in range(2)]
+    exact = of_tokens(params, model, "fp64", tokens, labels, end, noise, told[0])[mask]
     rounded = exact
     if case.dtype != "fp64":
-        rounded = of_tokens(params, model, case.dtype, tokens, labels, end, noise)[mask]
+        dtype = case.dtype
+        rounded = of_tokens(params, model, dtype, tokens, labels, end, noise, told[1])[mask]
+        check_choices(model, *told, noise)
     return mean_loss(case, exact, rounded)
 
 
@@ -108,18 +116,25 @@ def of_tokens(
     labels: Tensor,
     end: int | None,
     noise: reference.Noise | None,
+    told: Told | None = None,
 ) -> Tensor:
     """Losses [b, s], computed in `dtype`, in fp64."""
     weights = reference.as_computed(params, dtype)
     with torch.no_grad():
-        return reference.token_losses(weights, model, tokens, labels, end, noise).double()
+        return reference.token_losses(weights, model, tokens, labels, end, noise, told).double()
 
 
-def gradients_at(case: Case, params: Mapping[str, Tensor], batch: Batch, step: int) -> Gradients:
-    """The gradients of a step at these weights."""
+def gradients_at(
+    case: Case,
+    params: Mapping[str, Tensor],
+    batch: Batch,
+    step: int,
+    given: Sequence[Tensor] = (),
+) -> Gradients:
+    """The gradients of a step at these weights, under `given` choices of experts."""
     model, end, noise = settings(case).model, document_end(case), noise_of(case, step)
     exact_model = model.model_copy(update={"dtype": "fp64"})
-    told = Told(case.batch)
+    told = Told(case.batch, given=given)
     _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise, told=told)
     return Gradients(
         exact,
@@ -129,7 +144,9 @@ def gradients_at(case: Case, params: Mapping[str, Tensor], batch: Batch, step: i
     )
 
 
-def plain_error(case: Case, params: Params, batch: Batch, step: int, draw: int) -> Params:
+def plain_error(
+    case: Case, params: Params, batch: Batch, step: int, draw: int, given: Sequence[Tensor] = ()
+) -> Params:
     """How far gradients of the reference in the case's type are from those in fp64.
 
     Rounding errors are random numbers, more or less, and those of the first layers grow on their
@@ -141,9 +158,9 @@ def plain_error(case: Case, params: Params, batch: Batch, step: int, draw: int) 
     if draw and case.master == "none":
         params = {name: p.bfloat16().double() for name, p in params.items()}
     exact_model = model.model_copy(update={"dtype": "fp64"})
-    told, scale = Told(case.batch), case.loss_scale or 1.0
+    told, scale = Told(case.batch, given=given), case.loss_scale or 1.0
     _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise, told=told)
-    told = Told(case.batch)
+    told = Told(case.batch, given=given)
     _, rounded = reference.loss_and_grads(
         params, model, batch, end, noise=noise, scale=scale, told=told
     )

@@ -201,7 +201,7 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
     split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
     other = c["lora"] or c["scatter"] == "on"
     other = other or c["activations"] == KEPT or (c["post_validation"] and _remembers(c))
-    return not split and not other and c["dtype"] in ("fp64", "fp32")
+    return not split and not other
 
 
 def _can_be_dispatched(c: Mapping[str, Any]) -> bool:

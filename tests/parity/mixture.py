@@ -35,6 +35,13 @@ class Told:
     """Choices of each expert, dropped ones too."""
     dropped: list[set[tuple[int, int, int]]] = field(default_factory=list)
     """(sample, position, number of the choice)."""
+    given: Sequence[Tensor] = ()
+    """The choices of each layer with experts, [b, s, k], ~expert where one is dropped; by default
+    they are made."""
+    ranked: list[Tensor] = field(default_factory=list)
+    """[b, s, experts]: what tokens choose by."""
+    weights: list[Tensor] = field(default_factory=list)
+    """[b, s, k]: those of the choices."""
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
@@ -97,14 +104,19 @@ def mixture(
     logits = seen @ params[f"{name}.router.weight"].to(wide).T  # [b, s, E]
     p = logits.softmax(-1) if moe.scores == "softmax" else logits.sigmoid()
     ranked = p + params[f"{name}.router.bias"].to(wide) if moe.bias_rate is not None else p
-    chosen = [[_choose(ranked[row, t].tolist(), model) for t in range(s)] for row in range(b)]
+    given = told.given[len(told.ranked)] if told.given else None
+    if given is None:
+        chosen = [[choose(ranked[row, t].tolist(), model) for t in range(s)] for row in range(b)]
+    else:
+        chosen = torch.where(given < 0, ~given, given).tolist()
     weights = [[_weights(p[row, t], chosen[row][t], model) for t in range(s)] for row in range(b)]
-    dropped = set()
-    for row in range(b):
-        drawn = None if noise is None else noise[1][row].tolist()
-        left_out = _left_out(weights[row], drawn, model)
-        full = _dropped(chosen[row], weights[row], left_out, model, p.shape[-1])
-        dropped |= {(row, *each) for each in left_out | full}
+    told.ranked.append(ranked.detach())
+    told.weights.append(torch.stack([torch.stack(row) for row in weights]).detach())
+    if given is None:
+        drawn = None if noise is None else noise[1]
+        dropped = dropped_of(chosen, told.weights[-1], drawn, model, p.shape[-1])
+    else:
+        dropped = {tuple(each) for each in (given < 0).nonzero().tolist()}
     samples = []
     for row in range(b):
         tokens = []
@@ -128,7 +140,7 @@ def mixture(
     return _beside(torch.stack(samples).to(x.dtype), x, params, name, model, mlp)
 
 
-def _choose(p: list[float], model: ModelConfig) -> list[int]:
+def choose(p: list[float], model: ModelConfig) -> list[int]:
     moe, size = model.moe, len(p) // model.moe.groups
     groups = [range(g * size, (g + 1) * size) for g in range(moe.groups)]
     two = [sum(sorted((p[e] for e in group), reverse=True)[:2]) for group in groups]
@@ -166,19 +178,37 @@ def _weights(p: Tensor, chosen: list[int], model: ModelConfig) -> Tensor:
     return weight * model.moe.scale
 
 
+def dropped_of(
+    chosen: list[list[list[int]]],
+    weights: Tensor,
+    drawn: Tensor | None,
+    model: ModelConfig,
+    experts: int,
+) -> set[tuple[int, int, int]]:
+    """(sample, position, number of the choice) of choices [b][s][k] of so many `experts` that are
+    not made, by their weights [b, s, k]; second ones by numbers of 0 to 1, [b, s]."""
+    dropped = set()
+    for row, choices in enumerate(chosen):
+        numbers = None if drawn is None else drawn[row].tolist()
+        left_out = _left_out(weights[row].tolist(), numbers, model)
+        full = _full(choices, weights[row].tolist(), left_out, model, experts)
+        dropped |= {(row, *each) for each in left_out | full}
+    return dropped
+
+
 def _left_out(
-    weights: list[Tensor], drawn: list[float] | None, model: ModelConfig
+    weights: list[list[float]], drawn: list[float] | None, model: ModelConfig
 ) -> set[tuple[int, int]]:
     """(position, 1) of a sequence's second choices that are not made, by numbers of 0 to 1."""
     if model.moe.second == "always" or drawn is None:
         return set()
-    shares = [weight[1].item() / model.moe.scale for weight in weights]
+    shares = [weight[1] / model.moe.scale for weight in weights]
     return {(t, 1) for t, share in enumerate(shares) if 2 * share <= drawn[t]}
 
 
-def _dropped(
+def _full(
     chosen: list[list[int]],
-    weights: list[Tensor],
+    weights: list[list[float]],
     left_out: set[tuple[int, int]],
     model: ModelConfig,
     experts: int,
@@ -193,7 +223,7 @@ def _dropped(
     first = {
         "choice": lambda c: (c[1], c[0]),
         "position": lambda c: c,
-        "score": lambda c: (-weights[c[0]][c[1]].item(), c),
+        "score": lambda c: (-weights[c[0]][c[1]], c),
     }[moe.drop]
     taken = [0] * experts
     out = set()

@@ -16,6 +16,7 @@ from megapipe.layers.experts import Experts
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.optim.optimizer import Optimizer
 from megapipe.train.step import TrainStep
+from tests.parity.choices import Found
 
 Parts = list[tuple[str, Region, Any]]
 """(parameter, place in the whole tensor, numpy array of the values there)."""
@@ -37,6 +38,8 @@ class Outcome:
     values: list[dict[str, Parts]] = field(default_factory=list)
     copies: list[Parts] = field(default_factory=list)
     routing: list[tuple[float, ...]] = field(default_factory=list)
+    chosen: list[Found] = field(default_factory=lambda: [[]])
+    """Choices of experts, in validation and then in each step."""
     validation: float = 0.0
 
 

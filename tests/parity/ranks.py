@@ -17,6 +17,7 @@ from tests.parity.cases import STEPS as STEPS
 from tests.parity.cases import batch_of as batch_of
 from tests.parity.cases import plain as plain
 from tests.parity.checking import check_case as check_case
+from tests.parity.choices import recording
 from tests.parity.expected import expected as expected
 from tests.parity.held_models import HeldWeights
 from tests.parity.named_settings import ACTIVATIONS as ACTIVATIONS
@@ -66,6 +67,12 @@ def values_of(step: TrainStep) -> dict[str, Parts]:
 def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
     """Train the case's steps; what this rank saw."""
     outcome = Outcome()
+    with recording(lambda: outcome.chosen[-1]):
+        _train(step, case, outcome, validate=validate)
+    return outcome
+
+
+def _train(step: TrainStep, case: Case, outcome: Outcome, *, validate: bool) -> None:
     rows = Rows(case)
     if validate:
         outcome.validation = step.evaluate(validation_rows(case), validation_samples(case)).loss
@@ -79,6 +86,7 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
     step.optimizer.finish_reduce = spy  # type: ignore[method-assign]
     outcome.values.append(values_of(step))
     for i in range(case.steps):
+        outcome.chosen.append([])
         (result,) = step.train(i, rows) or step.settle()
         outcome.grads[i:] = outcome.grads[-1:]  # on GPUs the warm-up before the first reduces too
         outcome.losses.append(result.loss)
@@ -89,7 +97,6 @@ def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
         outcome.copies.append(list(local_copies(step)))
     for shard in step.optimizer.shards:
         assert not any(grad.requires_grad for grad in shard.bucket.grads), "W built a graph"
-    return outcome
 
 
 def run_cases(world: World, cases: Sequence[Case], device: str = "cpu") -> list[Outcome]:

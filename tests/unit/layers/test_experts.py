@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,12 +11,12 @@ from torch import Tensor
 
 from megapipe.layers import routing
 from megapipe.layers.microbatch import MicroBatch
-from tests.parity import mixture, reference
+from tests.parity import reference
+from tests.parity.mixture import Told
 from tests.parity.ranks import Case, configure
 from tests.parity.stage_cases import main_grads, new_stage
 
 ROWS, LENGTH, SCALE = 4, 8, 2.0**10
-Choices = list[list[int]]
 
 
 def recorded(found: list[tuple[Tensor, Tensor]]) -> Any:
@@ -29,18 +28,6 @@ def recorded(found: list[tuple[Tensor, Tensor]]) -> Any:
         return found[-1][1]
 
     return mock.patch.object(routing, "choose", spy)
-
-
-def under(choices: list[Choices]) -> Any:
-    """The reference makes these, of each layer: of a token after the other, row by row."""
-
-    def of_tokens() -> Iterator[list[int]]:
-        for layer in choices:
-            for row in range(ROWS):
-                yield from layer[row::ROWS]
-
-    given = of_tokens()
-    return mock.patch.object(mixture, "_choose", side_effect=lambda *_: next(given))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -62,14 +49,13 @@ def test_gradients_are_as_exact_as_plain_ones(kind: str, moe: str, dtype: str) -
         stage.forward((0, 0), None, mb)
         stage.backward((0, 0), None)
     grads = {name: grad / factor for name, grad in main_grads([bucket]).items()}
-    choices = [choice.tolist() for _, choice in found]
+    given = [choice.long().view(LENGTH, ROWS, -1).transpose(0, 1) for _, choice in found]
     for p, choice in found:
         assert p.dtype == torch.float32
         least = p.gather(1, choice.long()).min(1).values
         others = p.scatter(1, choice.long(), -1.0).max(1).values
         assert (least >= others).all()
-    with under(choices):
-        _, exact = reference.loss_and_grads(params, exact_model, batch)
-    with under(choices):
-        _, plain = reference.loss_and_grads(params, model, batch, scale=factor)
+    told = [Told(ROWS, given=given) for _ in range(2)]
+    _, exact = reference.loss_and_grads(params, exact_model, batch, told=told[0])
+    _, plain = reference.loss_and_grads(params, model, batch, scale=factor, told=told[1])
     reference.assert_error_like(grads, plain, exact, kind=lambda name: name.partition(".")[0])
