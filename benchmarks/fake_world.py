@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.distributed.mesh import AXES, Grid, ParallelMesh
+from megapipe.layers import routing
 from megapipe.ops import attention
 from megapipe.optim.optimizer import Optimizer
 
@@ -160,6 +161,19 @@ def without_values() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def even_choices() -> Iterator[None]:
+    """Tokens choose experts in turn, so that each rank has as many rows for each expert: a process
+    that gathers copies of its own numbers of rows is told those of the others."""
+
+    def in_turn(scores: Tensor, k: int) -> Tensor:
+        tokens, experts = scores.shape
+        return (torch.arange(tokens * k, device=scores.device) % experts).view(tokens, k)
+
+    with mock.patch.object(routing, "_largest", in_turn):
+        yield
+
+
 class Watch:
     """Counts the collectives of this process while :meth:`counting`, by process group.
 
@@ -168,8 +182,8 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.calls: Counter[tuple[tuple[int, ...], str]] = Counter()
-        self.bytes: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self.calls: Counter[tuple[dist.ProcessGroup, str]] = Counter()
+        self.bytes: Counter[tuple[dist.ProcessGroup, str]] = Counter()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -186,7 +200,7 @@ class Watch:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             assert name in _COUNTED, f"{name} is not counted"
             collective, tensors = _COUNTED[name]
-            key = tuple(dist.get_process_group_ranks(group)), collective
+            key = group, collective
             if collective == "recv":
                 for tensor in args[tensors]:
                     tensor.zero_()
@@ -201,16 +215,18 @@ class Watch:
         """What was seen, by the name of the axis. Messages are of axis pp, or of cp; what moves
         heads over cp is of axis ulysses."""
         result: dict[Seen, Amount] = {}
-        for (ranks, collective), count in self.calls.items():
+        for (group, collective), count in self.calls.items():
+            ranks = tuple(dist.get_process_group_ranks(group))
             within = set(ranks) <= set(mesh.cp.ranks)
             if collective == "send":
                 axis = "cp" if within else "pp"
             else:
                 moves = within and collective == "all_to_all"
-                axis = "ulysses" if moves else axis_name(mesh, ranks)
+                of_experts = mesh.grid.expert_ranks > 1 and group == mesh.ep.group
+                axis = "ep" if of_experts else "ulysses" if moves else axis_name(mesh, ranks)
             seen = Seen(axis, collective)
             calls, size = result.get(seen, Amount(0, 0))
-            result[seen] = Amount(calls + count, size + self.bytes[ranks, collective])
+            result[seen] = Amount(calls + count, size + self.bytes[group, collective])
         return result
 
 
@@ -220,9 +236,12 @@ def axis_name(mesh: ParallelMesh, ranks: tuple[int, ...]) -> str:
         if getattr(mesh, axis).ranks == ranks:
             return axis
     places = [mesh.grid.coordinates_of(rank) for rank in ranks]
-    experts = len({at.tp for at in places}) > 1
-    copies = sorted({mesh.grid.copy_of(rank, experts=experts) for rank in ranks})
     indices = sorted({at.pp for at in places})
+    of_experts, dense = (
+        set(mesh.grid.holders(mesh.rank, indices, experts=experts)) for experts in (True, False)
+    )
+    experts = len({at.tp for at in places}) > 1 or set(ranks) == of_experts < dense
+    copies = sorted({mesh.grid.copy_of(rank, experts=experts) for rank in ranks})
     assert len(ranks) == len(copies) * len(indices), f"{ranks} is no group of holders"
     parts = []
     if len(copies) > 1:

@@ -21,7 +21,15 @@ from typing import NamedTuple
 
 import torch
 from common import Result, parser, report
-from fake_world import Allocations, Amount, Seen, Watch, fake_world, without_values
+from fake_world import (
+    Allocations,
+    Amount,
+    Seen,
+    Watch,
+    even_choices,
+    fake_world,
+    without_values,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -122,6 +130,32 @@ CONTEXT_CASES = {
     "cp, attention kept, blocks run again": (
         "activations.policy=full",
         "activations.keep_attention=true",
+    ),
+}
+
+
+EXPERTS = ("model.moe.experts=16", "model.moe.ffn=32", "parallel.sequence_parallel=true")
+EXPERT_WORLDS = (64, 512, 16384)
+EXPERT_CASES = {
+    "experts over dp and tp": ("parallel.ep=16",),
+    "experts over tp, ZeRO-2, zb_v": (
+        "parallel.ep=4",
+        "optimizer.zero=2",
+        "pipeline.schedule=zb_v",
+    ),
+    "experts and their width split, ZeRO-3, blocks run again": (
+        "parallel.ep=8",
+        "parallel.etp=2",
+        "optimizer.zero=3",
+        "activations.policy=full",
+    ),
+    "experts in every second layer, bf16, a shared one": (
+        "parallel.ep=8",
+        "model.moe.every=2",
+        "model.moe.shared=32",
+        "model.dtype=bf16",
+        "pipeline.schedule=interleaved_1f1b",
+        "pipeline.chunks=2",
     ),
 }
 
@@ -243,7 +277,7 @@ def observed(config: Config, layout: Layout, rank: int) -> dict[Seen, Amount]:
     with fake_world(grid_of(layout), rank) as mesh:
         step = TrainStep(config, layout, mesh)
         watch = Watch()
-        with watch.counting():
+        with watch.counting(), even_choices():
             step.train(0, blank_rows(config))
         return watch.totals(mesh)
 
@@ -377,6 +411,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         context_worlds = dict(list(context_worlds.items())[:1])
     results = [traffic_claim(name, keys, dict.fromkeys(worlds, 1)) for name, keys in CASES.items()]
     results += [traffic_claim(name, keys, context_worlds) for name, keys in CONTEXT_CASES.items()]
+    expert_worlds = dict.fromkeys(EXPERT_WORLDS[: 1 if given.quick else None], 1)
+    for name, keys in EXPERT_CASES.items():
+        results.append(traffic_claim(name, (*EXPERTS, *keys), expert_worlds))
     results += set_up_claims(worlds if len(worlds) > 1 else [8, 64], rounds)
     for name, keys in giants.items():
         results += giant_claims(name, keys)

@@ -66,6 +66,8 @@ def test_a_step_says_what_the_formulas_say(scale: Any, keys: tuple[str, ...]) ->
         ("model.moe.capacity=1", "optimizer.zero=3",
          "activations.policy=stage", "model.moe.shared=16", "model.moe.shared_gate=sigmoid"),
         ("optimizer.zero=0", "pipeline.schedule=chimera", "model.moe.every=2"),
+        ("parallel.ep=2", "parallel.etp=2", "optimizer.zero=3"),
+        ("parallel.ep=4", "model.moe.shared=16", "activations.policy=full", "optimizer.zero=2"),
     ],
     ids=" ".join,
 )  # fmt: skip
