@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 from megapipe.layers import routing as route
 from megapipe.layers.dispatch import Coming, dispatch_of, joined, remade
+from megapipe.layers.earlier_slices import EarlierSlices, added
 from megapipe.layers.expert_chunks import Chunk
 from megapipe.layers.expert_fetch import FetchedMatrices, Holders, Home, Matrices, OwnMatrices
 from megapipe.layers.expert_rows import count_rows
@@ -97,7 +98,9 @@ class Experts(nn.Module):
         """The random numbers of the tokens x [s, b, h], where there are some."""
         if not (self.training and (self.routing.jitter or self.routing.random_second)):
             return None
-        return TokenNoise(mb, self.layer, (x.shape[0], x.shape[1]), self._shards(mb, x.device))
+        return TokenNoise(
+            mb, self.layer, (x.shape[0], x.shape[1]), self._shards(mb, x.shape[0], x.device)
+        )
 
     def seen(self, noise: TokenNoise | None, tokens: Tensor) -> Tensor:
         """Tokens as the router sees them, or from the gradient of that their own: in the type of
@@ -120,24 +123,38 @@ class Experts(nn.Module):
         builds the graph, and is the last. All ranks that share sequences or experts call it."""
         found = mb.choices.get(self.layer)
         if found is None:
-            given = self.routing, sequences, self._shards(mb, p.device)
+            here = len(p) // sequences
+            shards, earlier = self._shards(mb, here, p.device), self._earlier(mb)
+            given = self.routing, sequences, shards
             second = noise.second(p.device) if noise and self.routing.random_second else None
-            experts = route.choose(p, *given, self.bias, second)
+            experts = route.choose(p, *given, self.bias, second, earlier)
             counted = self.sharding.form.counted(self.sharding.ep)
             rows = count_rows(experts, self.routing.experts, counted)
             if not self.training:
                 return Chosen(experts, experts.new_empty(0), rows)
             counts = route.count(experts, *given) if self.last is None else self.last
+            spread = route.spread(p, self.routing, len(counts))
+            if earlier is not None:
+                earlier.spread = spread = added(earlier.spread, spread)
+                if self.last is None:
+                    earlier.counts = counts = added(earlier.counts, counts)
             found = Chosen(experts, counts, rows)
-            mb.loads[self.layer] = route.load(logits, p, found, self.routing)
+            told = spread if shards.ends(here) else None
+            mb.loads[self.layer] = route.load(logits, found, self.routing, told)
             if not graph:
                 mb.choices[self.layer] = found
         elif graph:
             del mb.choices[self.layer]
         return found
 
-    def _shards(self, mb: MicroBatch, device: torch.device) -> TokenShards:
-        return TokenShards.of(self.sharding.sequence, mb.held, device)
+    def _shards(self, mb: MicroBatch, here: int, device: torch.device) -> TokenShards:
+        return TokenShards.of(self.sharding.sequence, mb, here, device)
+
+    def _earlier(self, mb: MicroBatch) -> EarlierSlices | None:
+        """Sums over the slices before this one, where sequences are cut into some."""
+        if mb.earlier is None:
+            return None
+        return mb.earlier.setdefault(self.layer, EarlierSlices())
 
     def matrices(self, chunks: Sequence[Chunk]) -> Coming[Matrices]:
         """Those of the experts that are computed here."""
@@ -219,6 +236,7 @@ class _ExpertsFunction(Function):
                 home.give(layer.narrow(of, chunk.ends, inner, weight))
         alone = dispatch.plan.alone
         kept = (None, None) if alone else map(joined, zip(*arrived, strict=True))
+        counts = counts.data  # of a version of its own: later slices add theirs
         ctx.save_for_backward(x, joined(widened), logits, choice, counts, *kept, *dispatch.tensors)
         ctx.plan, ctx.layer, ctx.unit = dispatch.plan, layer, mb.position_scale
         ctx.seen = partial(layer.seen, noise)

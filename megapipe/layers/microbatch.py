@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megapipe.context.positions import Positions
 from megapipe.context.split import HeldPositions
+from megapipe.layers.earlier_slices import EarlierSlices
 from megapipe.layers.routing import Chosen
 from megapipe.ops.documents import Documents
 
@@ -56,6 +57,8 @@ class MicroBatch:
     out by the second. None: nothing is to be kept."""
     choices: dict[int, Chosen] = field(default_factory=dict)
     """By layer, the experts chosen in a first run of what is run again, taken out by the last."""
+    earlier: dict[int, EarlierSlices] | None = None
+    """By layer, what routing knows of the slices so far, which share it; None: whole sequences."""
     loads: dict[int, Tensor] = field(default_factory=dict)
     """By layer, numbers of routing: :func:`megapipe.layers.routing.load`."""
 

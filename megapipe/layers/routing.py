@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megapipe.layers.earlier_slices import EarlierSlices, added
 from megapipe.layers.expert_rows import Counts, numbers_of
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.token_shards import TokenShards
@@ -53,11 +54,13 @@ def choose(
     shards: TokenShards = WHOLE,
     bias: Tensor | None = None,
     second: Tensor | None = None,
+    earlier: EarlierSlices | None = None,
 ) -> Tensor:
     """The experts of each token, best first: [tokens, top_k], int16; ~expert where it is dropped.
 
     `bias` [experts] is added to the scores `p`. Of equal ones the lower expert's goes first. A
-    second choice is dropped where twice its share is not above `second` [tokens].
+    second choice is dropped where twice its share is not above `second` [tokens]. Places that
+    `earlier` slices have taken are no longer free.
     """
     biased = p if bias is None else p + bias
     if routing.group_top_k < routing.groups:
@@ -67,14 +70,14 @@ def choose(
     if second is not None:
         kept = 2 * _parts(p, ids, routing)[:, 1] > second
         found[:, 1] = torch.where(kept, found[:, 1], ~found[:, 1])
-    places = routing.places(shards.axis.size * len(p) // sequences)
+    places = routing.places(shards.length(len(p) // sequences))
     if places is None:
         return found
     here = (-1, sequences, routing.top_k)
     everyone = shards.gather(found.view(here)).long()
     weight = weights(p, ids, routing).view(here)
     weight = shards.gather(weight) if routing.drop == "score" else weight
-    has = _has_place(everyone, weight, routing, places)
+    has = _has_place(everyone, weight, routing, places, earlier)
     return torch.where(shards.own(has).flatten(0, 1) | (found < 0), found, ~found)
 
 
@@ -98,10 +101,16 @@ def _in_best_groups(p: Tensor, routing: Routing) -> Tensor:
     return inside.unsqueeze(-1).expand_as(grouped).flatten(-2)
 
 
-def _has_place(ids: Tensor, weight: Tensor, routing: Routing, places: int) -> Tensor:
+def _has_place(
+    ids: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    places: int,
+    earlier: EarlierSlices | None,
+) -> Tensor:
     """Whether each choice is among the first `places` of its expert and sequence, of whole
-    sequences [s, b, k]; those that are dropped already take none. `weight` matters to
-    ``drop=score`` alone."""
+    sequences [s, b, k], or of a slice after `earlier` ones where ``drop=position``; those that are
+    dropped already take none. `weight` matters to ``drop=score`` alone."""
     sequences = ids.shape[1]
     order = (1, 2, 0) if routing.drop == "choice" else (1, 0, 2)
     listed = ids.permute(order).flatten(1)  # [b, s * k], who comes first first
@@ -119,6 +128,10 @@ def _has_place(ids: Tensor, weight: Tensor, routing: Routing, places: int) -> Te
     first = counts.cumsum(0) - counts
     number = torch.empty_like(line)
     number[index] = torch.arange(len(line), device=ids.device) - first[sorted_]
+    if earlier is not None:
+        if earlier.taken is not None:
+            number += earlier.taken.flatten()[line]
+        earlier.taken = added(earlier.taken, counts.view(sequences, of_each))
     has = (number < places).view_as(listed)
     if ahead is not None:
         has = torch.empty_like(has).scatter_(1, ahead, has)
@@ -174,15 +187,24 @@ def _normalised(p: Tensor, routing: Routing) -> Tensor:
     return p if routing.softmax else p / p.sum(-1, keepdim=True)
 
 
-def load(logits: Tensor, p: Tensor, chosen: Chosen, routing: Routing) -> Tensor:
+def spread(p: Tensor, routing: Routing, scopes: int) -> Tensor:
+    """Sums over the tokens of each scope of scores that sum to 1: [scopes, experts]."""
+    return _normalised(p, routing).view(-1, scopes, routing.experts).sum(0)
+
+
+def load(logits: Tensor, chosen: Chosen, routing: Routing, spread: Tensor | None) -> Tensor:
     """Numbers of a layer about the tokens here of a micro-batch: how many, sums over them of
-    balance and z term, choices dropped, and choices of each expert. [NUMBERS + experts], fp64."""
+    balance and z term, choices dropped, and choices of each expert. [NUMBERS + experts], fp64.
+
+    The balance term follows from the :func:`spread` of all slices; None: more are to come.
+    """
     choice = chosen.experts
     ids = experts_of(choice)
-    share = shares(chosen.counts, p.dtype)
-    q = _normalised(p, routing).view(-1, len(share), routing.experts)
-    told = [(q * share).sum(), logits.logsumexp(-1).square().sum(), (choice < 0).sum()]
-    tokens = torch.full_like(told[0], len(p))
+    balance = logits.new_zeros(())
+    if spread is not None:
+        balance = (spread * shares(chosen.counts, spread.dtype)).sum()
+    told = [balance, logits.logsumexp(-1).square().sum(), (choice < 0).sum()]
+    tokens = torch.full_like(balance, len(logits))
     counts = numbers_of(ids.flatten(), routing.experts)
     return torch.cat([torch.stack([n.double() for n in (tokens, *told)]), counts.double()])
 

@@ -28,7 +28,7 @@ class TokenNoise:
         here, rows = self._shape
         samples = self._sample + torch.arange(rows, device=device)
         positions = self._shards.own_positions(here, device)
-        length = here * self._shards.axis.size
+        length = self._shards.length(here)
         return (samples * length + positions.unsqueeze(1)).flatten()
 
     def second(self, device: torch.device) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megapipe.context.split import HeldPositions
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, all_reduce
+
+if TYPE_CHECKING:
+    from megapipe.layers.microbatch import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -19,18 +22,34 @@ class TokenShards:
     axis: Axis = field(default_factory=Axis.alone)
     positions: Tensor | None = None
     """[s]: those of the first rank's tokens, then of the second's, ...; None: they ascend."""
+    before: int = 0
+    """Positions of the sequence in earlier slices."""
+    whole: int | None = None
+    """Positions of the whole sequence, of which these are a slice; None: of all of it."""
 
     @classmethod
-    def of(cls, axis: Axis, held: HeldPositions | None, device: torch.device) -> TokenShards:
-        """The ranks of `axis`, which have such positions; None: each has a part in turn."""
+    def of(cls, axis: Axis, mb: MicroBatch, here: int, device: torch.device) -> TokenShards:
+        """The ranks of `axis`, where this one has `here` tokens of each sequence of `mb`."""
+        held, whole = mb.held, mb.sequence_length
         if held is None:
-            return cls(axis)
-        runs = [run for each in held.ranks for run in each.runs]
+            return cls(axis, None, mb.start, whole)
+        cp = len(held.ranks)
+        stop = mb.start + here * axis.size // cp
+        runs = [run for each in held.ranks for run in each.rows(mb.start, stop).runs]
         parts = [torch.arange(r.first, r.last + 1, r.step, device=device) for r in runs]
-        return cls(axis, torch.cat(parts))
+        length = None if whole is None else whole * cp
+        return cls(axis, torch.cat(parts), mb.start * cp, length)
+
+    def length(self, here: int) -> int:
+        """Positions of a whole sequence, of which each rank has `here` now."""
+        return here * self.axis.size if self.whole is None else self.whole
+
+    def ends(self, here: int) -> bool:
+        """Whether these tokens are the last of their sequences."""
+        return self.before + here * self.axis.size == self.length(here)
 
     def gather(self, own: Tensor) -> Tensor:
-        """[s/n, b, k] of the tokens here -> [s, b, k] of whole sequences, position by position.
+        """[s/n, b, k] of the tokens here -> [s, b, k] of those of all ranks, position by position.
         They travel as bytes: libraries know few types of whole numbers."""
         whole = all_gather(own.contiguous().view(torch.uint8), self.axis).view(own.dtype)
         return whole if self.positions is None else whole[self.positions.argsort()]
@@ -38,14 +57,14 @@ class TokenShards:
     def own_positions(self, here: int, device: torch.device) -> Tensor:
         """[here]: the positions of this rank's tokens, of which each sequence has so many."""
         if self.positions is None:
-            return torch.arange(here, device=device) + here * self.axis.index
+            return torch.arange(here, device=device) + (self.before + here * self.axis.index)
         return self.positions.chunk(self.axis.size)[self.axis.index]
 
     def own(self, whole: Tensor) -> Tensor:
         """[s, b, k] -> [s/n, b, k]: the part of this rank's tokens."""
         if self.positions is None:
             return whole.chunk(self.axis.size)[self.axis.index]
-        return whole[self.positions.chunk(self.axis.size)[self.axis.index]]
+        return whole[self.positions.chunk(self.axis.size)[self.axis.index] - self.before]
 
     def add_up(self, counts: Tensor) -> Tensor:
         """Sums of the numbers of all of these ranks, in place."""

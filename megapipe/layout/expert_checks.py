@@ -88,9 +88,14 @@ def _check_upcycle(config: Config) -> None:
         )
 
 
-def check_halves(config: Config, halves: bool) -> None:
-    """Refuse a balance term of whole micro-batches where the schedule cuts some into parts."""
+def check_pieces(config: Config, *, slices: int, halves: bool) -> None:
+    """Refuse what needs whole sequences, or whole micro-batches, where the schedule cuts them."""
     moe = config.model.moe
+    if slices > 1 and moe.capacity is not None and moe.drop != "position":
+        raise ConfigError(
+            f"pipeline.schedule={config.pipeline.schedule} cuts sequences into slices: "
+            f"model.moe.drop={moe.drop} goes by all tokens of a sequence; expected position"
+        )
     if halves and moe.experts is not None and moe.balance and moe.balance_scope == "microbatch":
         raise ConfigError(
             f"pipeline.schedule={config.pipeline.schedule} cuts micro-batches into parts: "

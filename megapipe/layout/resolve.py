@@ -18,7 +18,7 @@ from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
 from megapipe.layout.dispatch import resolved_dispatch
-from megapipe.layout.expert_checks import check_halves
+from megapipe.layout.expert_checks import check_pieces
 from megapipe.layout.family import family_of, resolved_lora, resolved_model
 from megapipe.layout.freed import freed_share
 from megapipe.layout.layout import DeviceKind, Layout
@@ -109,7 +109,7 @@ def _resolve(
         schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
     check_slices(config, family, schedule.slices)
-    check_halves(config, bool(schedule.sizes))
+    check_pieces(config, slices=schedule.slices, halves=bool(schedule.sizes))
     split = split_of(config)
     check_context(config, family, split, schedule.slices)
     stages = _partition(config, family, schedule.placement)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby, pairwise
 from math import prod
+from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.distributed.shares import share
@@ -146,7 +147,7 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
         return
     for stage in layout.process_stages(rank):
         split, fused = (
-            [tokens for tokens, _ in _pieces(config, layout, stage, rank, fused=fused)]
+            [piece.tokens for piece in _pieces(config, layout, stage, rank, fused=fused)]
             for fused in (False, True)
         )
         per_pass = [_stage_traffic(layout, stage, fused=fused) for fused in (False, True)]
@@ -184,12 +185,12 @@ def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exc
     counts: Counter[tuple[str, Pass, Collective, int]] = Counter()
     amounts: Counter[tuple[str, Pass, Collective, int]] = Counter()
     for stage in layout.process_stages(rank):
-        for tokens, earlier in (
+        for piece in (
             each
             for fused in (False, True)
             for each in _pieces(config, layout, stage, rank, fused=fused)
         ):
-            for of, exchanges in _most_sent(layout, tokens, earlier).items():
+            for of, exchanges in _most_sent(layout, piece.tokens, piece.earlier).items():
                 for sent in exchanges:
                     times = attentions(layout, stage, of, sent.axis)
                     key = sent.axis, of, sent.collective, sent.members
@@ -204,13 +205,16 @@ def _about_tokens(config: Config, layout: Layout, rank: int) -> Iterator[Exchang
     """Exchanges about tokens, of all pieces."""
     for stage in layout.process_stages(rank):
         for fused in (False, True):
-            for tokens, _ in _pieces(config, layout, stage, rank, fused=fused):
-                yield from token_exchanges(layout, stage, tokens // layout.local_length)
+            for piece in _pieces(config, layout, stage, rank, fused=fused):
+                yield from token_exchanges(layout, stage, piece.rows, piece.length * layout.cp)
 
 
-def token_exchanges(layout: Layout, stage: int, rows: int) -> Iterator[Exchange]:
-    """Exchanges about the tokens of `rows` sequences, of ranks with parts of the same sequences or
-    of experts; their rows are those of experts that are chosen evenly."""
+def token_exchanges(
+    layout: Layout, stage: int, rows: int, length: int | None = None
+) -> Iterator[Exchange]:
+    """Exchanges about the tokens of `rows` sequences, or of a slice of such a `length` of them, of
+    ranks with parts of the same sequences or of experts; their rows are those of experts that are
+    chosen evenly."""
     axes = {"cp": layout.cp, "tp": layout.tp}
     name = "*".join(name for name, size in axes.items() if size > 1)
     node = layout.node or 1
@@ -224,7 +228,7 @@ def token_exchanges(layout: Layout, stage: int, rows: int) -> Iterator[Exchange]
         layout.stage_layers[stage],
         layout.spans[stage],
         rows,
-        sum(layout.slice_lengths),
+        sum(layout.slice_lengths) if length is None else length,
         again=stage in layout.schedule.recompute,
     ):
         axis, members = groups[each.among]
@@ -237,11 +241,24 @@ def _most_sent(layout: Layout, tokens: int, earlier: int) -> dict[Pass, list[Sen
     return max(ranks, key=lambda sent: sum(each.bytes for of in sent.values() for each in of))
 
 
+class _Piece(NamedTuple):
+    """Rows of a micro-batch, or a slice of them, of a context-parallel rank."""
+
+    rows: int
+    length: int
+    earlier: int
+    """Tokens of earlier slices."""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
 def _pieces(
     config: Config, layout: Layout, stage: int, rank: int, *, fused: bool
-) -> Iterator[tuple[int, int]]:
-    """Tokens of each piece that `stage` computes on pipeline rank `rank` and whose backward is a B
-    (`fused`), or an I and a W (otherwise); and those of earlier slices."""
+) -> Iterator[_Piece]:
+    """Those that `stage` computes on pipeline rank `rank` and whose backward is a B (`fused`), or
+    an I and a W (otherwise)."""
     schedule = layout.schedule
     kind = Kind.B if fused else Kind.I
     for own in layout.process_ranks(rank):
@@ -249,7 +266,7 @@ def _pieces(
             if op.stage == stage and op.kind == kind:
                 rows = int(schedule.size_of(op.microbatch) * config.train.microbatch)
                 lengths = layout.local_lengths
-                yield rows * lengths[op.slice], rows * sum(lengths[: op.slice])
+                yield _Piece(rows, lengths[op.slice], rows * sum(lengths[: op.slice]))
 
 
 def _stage_traffic(layout: Layout, stage: int, *, fused: bool) -> TensorTraffic:

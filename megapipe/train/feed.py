@@ -21,6 +21,7 @@ from megapipe.data.batch import Samples
 from megapipe.data.sources import prefetches
 from megapipe.distributed.mesh import Axis, AxisName, ParallelMesh
 from megapipe.engine.stage import Key
+from megapipe.layers.earlier_slices import EarlierSlices
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
@@ -191,6 +192,7 @@ class Feed:
         positions_in_all = self._positions(schedule)
         near = read.take()
         result = {}
+        earlier: dict[tuple[int, int], dict[int, EarlierSlices]] = {}
         losses = [self._losses(0.0)] if self.sources else []
         for piece, ids, at, needed, scored in read.pieces:
             documents = None
@@ -202,6 +204,8 @@ class Feed:
             if mixed:
                 losses.append(self._losses(math.nan))
             index = piece.whole * self.layout.dp + self.mesh.dp.index
+            sliced = read.length is not None
+            rows_of = piece.whole, piece.rows.start
             result[piece.key] = MicroBatch(
                 index=index,
                 step=step,
@@ -219,6 +223,7 @@ class Feed:
                 held=read.held,
                 positions=positions,
                 sequence_length=read.length,
+                earlier=earlier.setdefault(rows_of, {}) if sliced else None,
             )
         loads = [microbatch.loads for microbatch in result.values()]
         return result, Counted(tokens_here, tuple(by_source), losses, loads)

@@ -33,6 +33,7 @@ from tests.parity.stopped_runs import (
 PIPELINE = Case(pp=2, m=3, moe="top 2", masked=0.3)
 ALONE = Case(moe="top 2", model="llama")
 TENSOR = replace(ALONE, tp=2, sequence_parallel=True)
+SLICED = Case(pp=2, m=3, schedule="seq1f1b", slices=2, masked=0.3)
 CONTEXT = replace(ALONE, cp=2)
 DATA = replace(ALONE, dp=2)
 PYRAMID = [
@@ -115,6 +116,14 @@ CASES = [
     replace(TENSOR, etp=2, moe="shared, gated", model="neox", zero=0),
     replace(TENSOR, dp=2, ep=2, etp=2, moe="capacity, position", model="gpt2", zero=2, m=3),
     replace(CONTEXT, dp=2, etp=2, moe="groups", layers=3, dtype="fp32"),
+    replace(SLICED, moe="capacity, position", in_process=True, model="gpt2"),
+    replace(SLICED, moe="groups", slices=3, sequence=12, layers=3),
+    replace(SLICED, moe="sliced", schedule="terapipe", in_process=True),
+    replace(SLICED, moe="step", model="llama"),
+    replace(SLICED, tp=2, sequence_parallel=True, moe="groups", ep=2, layers=4, zero=2),
+    replace(SLICED, tp=2, sequence_parallel=True, moe="capacity, position", in_process=True),
+    replace(SLICED, cp=2, moe="step", sequence=16, model="llama", ep=2, zero=3),
+    replace(SLICED, cp=2, moe="sliced", sequence=16, schedule="terapipe", in_process=True),
     replace(ALONE, moe="groups", dtype="bf16", grouped=True),
     replace(ALONE, moe="capacity, score", dtype="fp32", grouped=True, activations="full"),
     replace(PIPELINE, dp=2, ep=2, schedule="zb_h1", dtype="fp32", grouped=True, masked=0.4),
@@ -168,11 +177,11 @@ def test_pyramids(world: int) -> None:
 
 
 def of_every_schedule() -> Iterator[Case]:
-    """But for those that cut sequences into slices, which are refused."""
+    """Slices fill an expert's places by position."""
     for name in names():
-        if "slices" not in accepts(name):
-            for case in smallest(name, 2):
-                yield replace(case, moe="capacity, choice", in_process=True, masked=0.3)
+        moe = "capacity, position" if "slices" in accepts(name) else "capacity, choice"
+        for case in smallest(name, 2):
+            yield replace(case, moe=moe, in_process=True, masked=0.3)
 
 
 @pytest.mark.full

@@ -40,7 +40,7 @@ def recording(found: Callable[[], Found]) -> Iterator[None]:
         made = choice(self, logits, p, mb, sequences, *rest)
         if not again:
             shape = len(p) // sequences, sequences
-            tokens = TokenNoise(mb, self.layer, shape, self._shards(mb, p.device))
+            tokens = TokenNoise(mb, self.layer, shape, self._shards(mb, shape[0], p.device))
             numbers = tokens._numbers(p.device).cpu().numpy()
             found().append((self.layer, numbers, made.experts.cpu().numpy()))
         return made

@@ -209,7 +209,9 @@ def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     (moe, ep, etp), (dispatch, node), chunks = c["moe"], c["dispatch"], c["expert_chunks"]
     if ep * etp == 1:
         return dispatch == "all_to_all" and chunks == 1
-    return chunks <= MOE[moe]["experts"] // ep and (node is None or node < ep * etp)
+    experts = MOE[moe]["experts"]
+    fewest = min(experts) if isinstance(experts, list) else experts
+    return chunks <= fewest // ep and (node is None or node < ep * etp)
 
 
 def _remembers(c: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megapipe.layers import dispatch, experts, routing
 from megapipe.layers.dispatch import Homeward, RowsTravel
+from megapipe.layers.earlier_slices import EarlierSlices
 from megapipe.layers.expert_fetch import Matrices
 from megapipe.layers.expert_rows import Rows
 from megapipe.layers.expert_tasks import ExpertsTask
@@ -43,6 +44,7 @@ DATA = replace(EXPERTS, dp=2)
 TENSOR = replace(EXPERTS, tp=2, sequence_parallel=True)
 CONTEXT = replace(EXPERTS, cp=2)
 SEVERAL = replace(EXPERTS, dp=2, ep=2)
+SLICED = Case(pp=2, m=3, schedule="seq1f1b", slices=2, in_process=True, moe="capacity, position")
 INNER = replace(EXPERTS, dp=2, etp=2)
 PYRAMID = replace(EXPERTS, moe="pyramid, biased", layers=3)
 """Layers with other numbers of experts, 4 in the first one."""
@@ -355,6 +357,28 @@ def balance_by_the_experts_of_the_first_layer() -> Patch:
     return mock.patch.object(routing, "shares", lambda n, dtype: shares(n, dtype) * 4 / n.shape[-1])
 
 
+def slices_that_know_of_no_earlier_ones() -> Patch:
+    return mock.patch.object(Experts, "_earlier", side_effect=lambda _: EarlierSlices())
+
+
+def balance_counts_without_later_slices() -> Patch:
+    def copied(total: Tensor | None, new: Tensor) -> Tensor:
+        return new if total is None else total + new
+
+    return mock.patch.object(experts, "added", copied)
+
+
+def places_of_earlier_slices_free_again() -> Patch:
+    return mock.patch.object(routing, "added", return_value=None)
+
+
+def noise_of_the_first_slice_in_all() -> Patch:
+    own_positions = TokenShards.own_positions
+    return mock.patch.object(
+        TokenShards, "own_positions", lambda self, *given: own_positions(self, *given) - self.before
+    )
+
+
 FAULTS: dict[Callable[[], Patch], Case] = {
     gradient_through_the_weights_dropped: EXPERTS,
     weights_renormalised_after_dropping: DROPPING,
@@ -394,6 +418,10 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     a_part_of_an_expert_made_orthogonal: replace(INNER, rule="muon"),
     places_by_the_experts_of_the_first_layer: PYRAMID,
     balance_by_the_experts_of_the_first_layer: PYRAMID,
+    slices_that_know_of_no_earlier_ones: SLICED,
+    balance_counts_without_later_slices: SLICED,
+    places_of_earlier_slices_free_again: SLICED,
+    noise_of_the_first_slice_in_all: replace(SLICED, moe="sliced"),
 }
 
 

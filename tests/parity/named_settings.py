@@ -155,6 +155,17 @@ MOE: dict[str, dict[str, Any]] = {
         "second": "random",
         "balance": 0.2,
     },
+    "sliced": {
+        "experts": 4,
+        "capacity": 0.9,
+        "drop": "position",
+        "jitter": 0.3,
+        "second": "random",
+        "balance": 0.4,
+        "balance_scope": "microbatch",
+        "balance_choices": "first",
+        "z": 0.05,
+    },
     "every second": {
         "experts": [4, 8, 12] * 2,
         "every": 2,

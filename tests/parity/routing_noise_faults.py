@@ -99,8 +99,8 @@ def second_choices_kept_by_half_their_share() -> Patch:
     choose = routing.choose
 
     def wrong(*args: Any) -> Tensor:
-        *given, second = args
-        return choose(*given, None if second is None else 2 * second)
+        *given, second, earlier = args
+        return choose(*given, None if second is None else 2 * second, earlier)
 
     return mock.patch.object(routing, "choose", wrong)
 

@@ -36,7 +36,7 @@ PYRAMID = replace(BIASED, moe="pyramid, biased", layers=3)
 def biases_in_the_weights() -> Patch:
     choose = routing.choose
 
-    def wrong(p: Tensor, how: Routing, n: int, shards: TokenShards, bias: Tensor, _: Any) -> Tensor:
+    def wrong(p: Tensor, how: Routing, n: int, shards: TokenShards, bias: Tensor, *_: Any) -> Any:
         p += bias
         return choose(p, how, n, shards)
 

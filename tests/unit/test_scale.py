@@ -68,6 +68,8 @@ def test_a_step_says_what_the_formulas_say(scale: Any, keys: tuple[str, ...]) ->
         ("optimizer.zero=0", "pipeline.schedule=chimera", "model.moe.every=2"),
         ("parallel.ep=2", "parallel.etp=2", "optimizer.zero=3"),
         ("parallel.ep=4", "model.moe.shared=16", "activations.policy=full", "optimizer.zero=2"),
+        ("pipeline.schedule=seq1f1b", "pipeline.slices=3", "model.moe.capacity=1",
+         "model.moe.drop=position"),
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from megapipe.model.gpt.stage import GPTStage
 
 
-LACKING_WITH_EXPERTS: tuple[Feature, ...] = ("slices", "lora")
+LACKING_WITH_EXPERTS: tuple[Feature, ...] = ("lora",)
 """Features that layers with experts do not have yet."""
 
 

@@ -62,6 +62,9 @@ MOE = [
         ("model.moe.experts=4 is not divisible by model.moe.groups=3",)),
     Bad("one choice of weight 1", "model.moe.experts=4 model.moe.top_k=1", 2,
         ("model.moe.top_k=1", "expected model.moe.normalise=false")),
+    Bad("places by choice in slices", "model.moe.experts=4 model.moe.capacity=1 "
+        "pipeline.schedule=seq1f1b pipeline.slices=2 parallel.pp=2", 2,
+        ("pipeline.schedule=seq1f1b cuts sequences", "model.moe.drop=choice", "expected position")),
     Bad("experts over tp", "model.moe.experts=4 parallel.tp=2", 2,
         ("model.moe.experts=4 needs parallel.sequence_parallel=true with parallel.tp=2",)),
     Bad("experts over ranks that there are not", "model.moe.experts=4 parallel.ep=4", 2,

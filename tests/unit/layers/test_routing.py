@@ -208,7 +208,8 @@ def test_gradient_of_the_logits_is_that_of_the_formulas(
         choice = ids.to(torch.int16)
         counts = routing.count(choice, how, SEQUENCES)
         found = routing.logits_grad(grad, logits, p, ids, counts, how, unit)
-        told = routing.load(logits, p, Chosen(choice, counts, ()), how)
+        spread = routing.spread(p, how, len(counts))
+        told = routing.load(logits, Chosen(choice, counts, ()), how, spread)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     exact = torch.stack([balance, z]).detach()
     torch.testing.assert_close(told[1:3], exact, rtol=1e-13, atol=0)
@@ -220,5 +221,6 @@ def test_the_balance_term_is_one_where_tokens_are_spread_evenly() -> None:
     p = torch.full((4, 4), 0.25, dtype=torch.float64)
     choice = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int16)
     how = Routing(4, 2, scope="microbatch")
-    told = routing.load(p.log(), p, Chosen(choice, routing.count(choice, how, 1), ()), how)
+    chosen = Chosen(choice, routing.count(choice, how, 1), ())
+    told = routing.load(p.log(), chosen, how, routing.spread(p, how, 1))
     assert told[:4].tolist() == [4, 4, 0, 0]
