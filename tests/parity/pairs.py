@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Choice = dict[str, Any]
@@ -38,6 +38,8 @@ class Pairs:
     """Dimensions that give several fields of a case their values."""
     fit: Callable[[random.Random, Choice, Mapping[str, Any]], Choice] = as_drawn
     """Makes what was drawn beside given values fit them better."""
+    impossible: set[Any] = field(default_factory=set)
+    """Values that have no completion, as far as some was looked for."""
 
     def fields(self, choice: Choice) -> dict[str, Any]:
         """The values of a case's fields."""
@@ -56,6 +58,8 @@ class Pairs:
 
     def completion(self, values: Mapping[str, Any]) -> Choice | None:
         """A choice with these values, else plain but for two dimensions at most, if any."""
+        if (known := frozenset(values.items())) in self.impossible:
+            return None
         plain = {name: first for name, (first, *_) in self.dimensions.items()} | values
         free = [name for name in self.dimensions if name not in values]
         for a, b in itertools.combinations(free, 2):
@@ -63,6 +67,7 @@ class Pairs:
                 choice = plain | {a: x, b: y}
                 if not self.excluded(choice):
                     return choice
+        self.impossible.add(known)
         return None
 
     def all(self) -> list[Any]:
