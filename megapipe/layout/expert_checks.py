@@ -5,6 +5,7 @@ from __future__ import annotations
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.dispatch import check_dispatch
+from megapipe.model.gpt.moe_checks import check_experts as check_numbers
 from megapipe.model.gpt.moe_checks import experts_in
 from megapipe.strict_yaml import text_of
 from megapipe.words import choices, multiples
@@ -16,6 +17,12 @@ def check_experts(config: Config, dp: int) -> None:
     _check_upcycle(config)
     _check_ranks(config, dp)
     check_dispatch(config)
+
+
+def check_sizes(config: Config, dp: int) -> None:
+    """Refuse sizes of experts and their ranks that do not fit, before bytes are counted by them."""
+    check_numbers(config.model)
+    _check_ranks(config, dp)
 
 
 def _check_ranks(config: Config, dp: int) -> None:

@@ -18,7 +18,7 @@ from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
 from megapipe.layout.dispatch import resolved_dispatch
-from megapipe.layout.expert_checks import check_pieces
+from megapipe.layout.expert_checks import check_pieces, check_sizes
 from megapipe.layout.family import family_of, resolved_lora, resolved_model
 from megapipe.layout.freed import freed_share
 from megapipe.layout.layout import DeviceKind, Layout
@@ -92,6 +92,8 @@ def _resolve(
     lora = resolved_lora(given.lora, model)
     config = given.model_copy(update={"model": model, "parallel": parallel, "lora": lora})
     device = device or device_kind(config)
+    if config.experts.dispatch == "auto":
+        check_sizes(config, dp)
     config = config.model_copy(update={"experts": resolved_dispatch(config, device)})
     if before is not None and config == given and device == before.device:
         return config, before

@@ -96,8 +96,6 @@ MOE = [
         "model.moe.experts=4 parallel.ep=2 experts.dispatch=hierarchical", 2,
         ("experts.node=2: experts are split over 2 ranks", "all of one node",
          "experts.dispatch=hierarchical does nothing: expected all_to_all")),
-    Bad("experts and muon", "model.moe.experts=4 optimizer.rule=muon", 2,
-        ("model.moe.experts=4 needs optimizer.rule=", "not muon")),
 ]  # fmt: skip
 LORA = [
     Bad("lora.rank is 0", "lora.rank=0", 2,

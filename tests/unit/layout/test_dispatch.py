@@ -106,6 +106,26 @@ def test_nodes_that_are_none_are_refused(overrides: tuple[str, ...], words: str)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((AUTO, "model.moe.experts=5"), "model.moe.experts=5 is not divisible by parallel.ep=2"),
+        ((AUTO, "model.moe.experts=[4,8,8]"), "has 3 numbers: expected 4, one for each layer"),
+        (
+            ("experts.chunks=3", "model.moe.experts=[8,4,8,16]"),
+            "than the 2 experts that a rank has of model.moe.experts=[8, 4, 8, 16] (4 in layer 1)",
+        ),
+    ],
+)
+def test_numbers_of_experts_are_looked_at_before_bytes(
+    overrides: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan("parallel.dp=2", "parallel.ep=2", *overrides)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_ranks_of_a_node_are_those_of_the_launcher() -> None:
     config = parse([*BASE, "model.moe.experts=16", "parallel.dp=16", "parallel.ep=16"]).config
     assert on_nodes(config, 4) is config
