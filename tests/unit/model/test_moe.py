@@ -214,10 +214,6 @@ def test_they_are_stored_and_read_back(experts: str) -> None:
         ),
         ("model.moe.experts=4 lora.rank=2", "lora.rank=2: GPT with model.moe.experts has no"),
         (
-            "model.moe.experts=4 parallel.pp=2 pipeline.schedule=seq1f1b",
-            "pipeline.schedule=seq1f1b cuts sequences into slices",
-        ),
-        (
             ("model.moe.experts=4 model.moe.bias_rate=0.001 optimizer.post_validation=true "
             "parallel.pp=2"),
             "model.moe.bias_rate=0.001 goes by the choices of all ranks in the step before, and",
