@@ -160,7 +160,13 @@ def test_some_cases(world: int, every: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_half_of_the_cases(world: int) -> None:
+    check(of_world(world, CASES)[1::2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_cases(world: int) -> None:
     check(of_world(world, CASES))
 
@@ -171,7 +177,7 @@ def test_a_pyramid() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_pyramids(world: int) -> None:
     check(of_world(world, PYRAMID))
 
