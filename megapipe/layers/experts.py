@@ -236,7 +236,8 @@ class _ExpertsFunction(Function):
                 home.give(layer.narrow(of, chunk.ends, inner, weight))
         alone = dispatch.plan.alone
         kept = (None, None) if alone else map(joined, zip(*arrived, strict=True))
-        counts = counts.data  # of a version of its own: later slices add theirs
+        if mb.earlier is not None:
+            counts = counts.data  # of a version of its own: later slices add theirs
         ctx.save_for_backward(x, joined(widened), logits, choice, counts, *kept, *dispatch.tensors)
         ctx.plan, ctx.layer, ctx.unit = dispatch.plan, layer, mb.position_scale
         ctx.seen = partial(layer.seen, noise)
