@@ -7,9 +7,6 @@ example: context.py compare configs/llama_8b.yaml parallel.cp=8 train.sequence_l
 """
 
 import argparse
-import csv
-import json
-import sys
 from typing import Any
 
 from megapipe import words
@@ -17,6 +14,7 @@ from megapipe.command_line import Parser
 from megapipe.plan.commands.arguments import add_configuration, configuration
 from megapipe.plan.context_choice import Cost, costs
 from megapipe.plan.demand import milliseconds, size_text
+from megapipe.plan.listing import add_forms, print_list
 from megapipe.plan.speeds import known_speeds
 
 PURPOSE = "all ways to attend over split positions, with what they cost"
@@ -37,21 +35,13 @@ HEADINGS = {
 
 def add(parser: Parser) -> None:
     add_configuration(parser)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="print CSV, bytes and seconds as numbers")
-    form.add_argument("--json", action="store_true", help="print a JSON list of the same")
+    add_forms(parser, "print CSV, bytes and seconds as numbers")
 
 
 def run(given: argparse.Namespace) -> None:
     config = configuration(given)
     found = costs(config, known_speeds(config))
-    if given.json:
-        print(json.dumps([plain(cost) for cost in found]))
-    elif given.csv:
-        writer = csv.DictWriter(sys.stdout, tuple(plain(found[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(plain, found))
-    else:
+    if not print_list(given, [plain(cost) for cost in found]):
         print(table(found))
         keys = " ".join(found[0].keys) or "as by default"
         print(f"\nfastest: {keys}; this configuration: {own_place(found, config.context)}")

@@ -9,9 +9,6 @@ example: experts.py simulate configs/mixtral_8x7b.yaml parallel.per_node=4 --lat
 """
 
 import argparse
-import csv
-import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +20,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan.demand import milliseconds, size_text
 from megapipe.plan.expert_choice import Assumed, Cost, costs
+from megapipe.plan.listing import add_forms, print_list
 from megapipe.plan.speeds import known_speeds
 from megapipe.schedule.commands.arguments import count, none_or_more, number
 from megapipe.words import choices, ranges, table
@@ -62,9 +60,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--rows", type=count, default=24, metavar="N", help="of the table (%(default)s)"
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="print all as CSV, in bytes and seconds")
-    form.add_argument("--json", action="store_true", help="print a JSON list of the same")
+    add_forms(parser, "print all as CSV, in bytes and seconds")
 
 
 def run(given: argparse.Namespace) -> None:
@@ -72,13 +68,7 @@ def run(given: argparse.Namespace) -> None:
     layer = layer_of(layout, given.layer)
     assumed = Assumed(float(given.latency_us) / 1e6, float(given.copy_gb_s))
     found = costs(config, layout, known_speeds(config), layer, assumed)
-    if given.json:
-        print(json.dumps([plain(cost) for cost in found]))
-    elif given.csv:
-        writer = csv.DictWriter(sys.stdout, tuple(plain(found[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(plain, found))
-    else:
+    if not print_list(given, [plain(cost) for cost in found]):
         print(
             f"layer {layer}: {config.model.moe.top_k} of {layout.model.experts()[layer]} experts "
             f"over {layout.expert_ranks} ranks, per micro-batch of "
