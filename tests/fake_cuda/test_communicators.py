@@ -24,6 +24,10 @@ CASES = [
     Case(cp=2, context="ulysses", pp=2),
     Case(cp=4, context="usp", sequence=16),
     Case(cp=4, context="usp", pp=2, sequence=16, shard_size=2, layers=4, **LOOP),
+    Case(dp=2, tp=2, sequence_parallel=True, ep=4, moe="top 2"),
+    Case(dp=2, pp=2, ep=2, zero=2, moe="top 2"),
+    Case(dp=4, ep=2, etp=2, moe="top 2", rule="muon", zero=2),
+    Case(dp=4, ep=4, moe="top 2", layers=2, dispatch="hierarchical", node=2),
 ]
 
 
