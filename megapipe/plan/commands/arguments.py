@@ -9,14 +9,19 @@ from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 
 
-def add_configuration(parser: Parser) -> None:
-    """Add the argument of :func:`configuration`."""
+def add_keys(parser: Parser, needed: str) -> None:
+    """Add a configuration, in which something is needed."""
     parser.add_argument(
         "keys",
         nargs="+",
         metavar="CONFIG or section.key=value",
-        help="as train.py takes them; parallel.cp above 1 is needed",
+        help=f"as train.py takes them; {needed} above 1 is needed",
     )
+
+
+def add_configuration(parser: Parser) -> None:
+    """Add the argument of :func:`configuration`."""
+    add_keys(parser, "parallel.cp")
 
 
 def configuration(given: argparse.Namespace) -> Config:

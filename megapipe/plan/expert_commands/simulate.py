@@ -18,6 +18,7 @@ from megapipe.errors import ConfigError
 from megapipe.experts_config import ExpertsConfig
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.plan.commands.arguments import add_keys
 from megapipe.plan.demand import milliseconds, size_text
 from megapipe.plan.expert_choice import Assumed, Cost, costs
 from megapipe.plan.listing import add_forms, print_list
@@ -33,12 +34,7 @@ HEADINGS = (
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument(
-        "keys",
-        nargs="+",
-        metavar="CONFIG or section.key=value",
-        help="as train.py takes them; parallel.ep or parallel.etp above 1 is needed",
-    )
+    add_keys(parser, "parallel.ep or parallel.etp")
     parser.add_argument(
         "--layer", type=none_or_more, metavar="N", help="one with experts (the first of them)"
     )
