@@ -98,7 +98,7 @@ BUFFER, AHEAD = Variant("double_buffer"), Variant("double_buffer", look_ahead=1)
 GROUP = Variant("double_group")
 STREAMS = (
     *(BUFFER, AHEAD, GROUP, Variant("stash"), Variant("latest"), Variant("vertical")),
-    Variant("predict"),
+    *(Variant("predict"), Variant("correct")),
 )
 UNGUESSED = ("muon",)
 """Rules whose next weights cannot be predicted."""
