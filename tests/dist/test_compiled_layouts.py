@@ -27,14 +27,15 @@ CASES = [
     Case(pp=2, m=3, schedule="zb_h1", model="mixed", activations="stage", compile=True),
     Case(cp=2, model="llama", moe="capacity, position", compile=True),
 ]
-EXPERTS = [
+COUNTED = [
+    Case(cp=2, model="llama", m=2, compile=True),
     Case(moe="shared, gated", model="gemma", activations="stage", compile=True),
     Case(
         tp=2, ep=2, sequence_parallel=True, moe="groups", model="neox", layers=3, compile=True,
         masked=0.3,
     ),
 ]  # fmt: skip
-"""Some of the layers have experts; graphs end before these."""
+"""Two graphs a block, around attention; some layers have experts, and graphs end before these."""
 
 
 def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[Outcome], list[int]]:
@@ -57,12 +58,12 @@ def test_traced_blocks_in_every_kind_of_layout() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.name)
-def test_traced_blocks_with_experts(case: Case) -> None:
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
+def test_graphs_of_a_block(case: Case) -> None:
     results = run_world(case.world, run_traced, [case], timeout_s=120)
     check_case(case, [outcomes[0] for outcomes, _ in results])
     for _, numbers in results:
-        assert numbers == [4], "to train and to validate, or one run again; of two kinds of layers"
+        assert numbers == [4], "two to train, two to validate or to run again"
 
 
 @pytest.mark.slow
