@@ -54,7 +54,7 @@ class Size:
     """Samples."""
 
 
-FULL = Size(hidden=32, sequence=64, batch=2, steps=120, seeds=3, validation=128)
+FULL = Size(hidden=64, sequence=64, batch=2, steps=250, seeds=3, validation=128)
 TOY = Size(hidden=16, sequence=8, batch=1, steps=3, seeds=1, validation=4)
 LAYERS = 6
 
