@@ -33,9 +33,9 @@ class ContextConfig(Section):
     """Which positions a member of the ring holds. zigzag: a part from the beginning and the same
     from the end, so that all have the same work. striped: every n-th. contiguous: a piece, of which
     the last is the most work."""
-    inner: int | None = Field(None, ge=1)
+    inner: int | None = Field(None, ge=2)
     """Neighbours in an inner ring of plan=double_ring."""
-    team: int | None = Field(None, ge=1)
+    team: int | None = Field(None, ge=2)
     """Ranks in a row of plan=teams; its square divides the ring."""
     travels: Literal["auto", "keys", "queries"] = "auto"
     """Bundles that go around a ring in the backward; auto: those that are fewer bytes."""

@@ -10,7 +10,7 @@ from megapipe.context_config import TURNED, ContextConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import Span
 from megapipe.model.interface import Family
-from megapipe.words import choices, multiples
+from megapipe.words import choices, either, multiples
 
 WITH_LSE = ("auto", "flash", "efficient", "cudnn", "flash_attn")
 """Kernels of attention whose results over some keys can be merged with those over others."""
@@ -117,16 +117,17 @@ def _check_plan(context: ContextConfig, split: Split) -> None:
             f"parallel.cp={split.cp} with context.ulysses={split.ulysses} is a ring of {n} ranks: "
             f"expected at most {LARGEST_RING}; more context.ulysses makes it smaller"
         )
-    if context.plan == "double_ring" and (context.inner is None or n % context.inner):
+    inner = [d for d in range(2, n) if n % d == 0]
+    if context.plan == "double_ring" and context.inner not in inner:
         raise ConfigError(
-            f"context.inner={_null(context.inner)} does not divide the ring of {n}, which "
-            f"context.plan=double_ring needs: {choices('inner', n, context.inner or 1)}"
+            f"context.inner={_null(context.inner)} does not divide the ring of {n} into several, "
+            f"as context.plan=double_ring needs: {_fitting('inner', inner)}"
         )
-    if context.plan == "teams" and (context.team is None or n % context.team**2):
-        fitting = [str(c) for c in range(1, n + 1) if n % c**2 == 0]
+    team = [c for c in range(2, n) if n % c**2 == 0]
+    if context.plan == "teams" and context.team not in team:
         raise ConfigError(
-            f"context.team={_null(context.team)}: its square does not divide the ring of {n}, "
-            f"which context.plan=teams needs; expected {' or '.join(fitting)}"
+            f"context.team={_null(context.team)}: its square does not divide the ring of {n}, as "
+            f"context.plan=teams needs: {_fitting('team', team)}"
         )
     if context.plan == "helpers" and context.order != "contiguous":
         raise ConfigError(
@@ -146,6 +147,10 @@ def _check_slices(context: ContextConfig) -> None:
                 f"context.{key}={value} does not go with slices of sequences, which "
                 f"pipeline.schedule makes: expected {expected}"
             )
+
+
+def _fitting(name: str, values: Sequence[int]) -> str:
+    return f"{name} could be {either(values)}" if values else "expected context.plan=ring"
 
 
 def _null(value: int | None) -> str:

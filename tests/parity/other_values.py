@@ -29,7 +29,8 @@ EXPERTS = "model.moe.experts=4"
 OWN_MODEL = "model.source=tests.parity.own_models:plain model.options.depth=2"
 MARKS = "data.fim_rate=0.5 data.fim_tokens=[<a>,<b>,<c>]"
 MIXED = "data.source=stdlib data.mixture.a.source=x data.mixture.b.source=y"
-FOUR = "parallel.cp=4"
+FOUR, SIXTEEN = "parallel.cp=4", "parallel.cp=16"
+LONGER = f"{SIXTEEN} train.sequence_length=32"
 BESIDE = {
     "activations.keep_attention": "activations.policy=full",
     "activations.modules": "activations.policy=selective",
@@ -78,9 +79,9 @@ BESIDE = {
         ("context.plan", "context.order", "context.ulysses", "context.travels"), "parallel.cp=2"
     ),
     "checkpoint.upcycle": f"{EXPERTS} checkpoint.load=x",
-    "context.inner": "parallel.cp=2 context.plan=double_ring context.inner=2",
+    "context.inner": f"{LONGER} context.plan=double_ring context.inner=8",
     "context.ranks": f"{FOUR} context.ulysses=2",
-    "context.team": f"{FOUR} context.plan=teams context.team=2",
+    "context.team": f"{LONGER} context.plan=teams context.team=4",
     "pipeline.placement": "pipeline.schedule=auto parallel.pp=2",
     "pipeline.group": "pipeline.schedule=interleaved_1f1b parallel.pp=2 pipeline.chunks=2",
     "pipeline.pairs": "pipeline.schedule=chimera parallel.pp=2",
@@ -177,4 +178,4 @@ def outcome(given: list[str]) -> dict[str, Any]:
 
 
 def resolved(given: list[str]) -> Config:
-    return resolve(parse(given).config, None if FOUR in given else WORLD, 257)[0]
+    return resolve(parse(given).config, None if {FOUR, SIXTEEN} & {*given} else WORLD, 257)[0]
