@@ -195,14 +195,14 @@ class _Run(ABC):
             if message.source == self.me
             for tensor in self.content(message)
         ]
+        while len(self._sent) >= UNDER_WAY:
+            self._sent.pop(0).sent()
         expected = {m: self.memory(m) for m in messages if m.target == self.me}
         receives = [
             Letter(tensor, message.source)
             for message, tensors in expected.items()
             for tensor in tensors
         ]
-        while len(self._sent) >= UNDER_WAY:
-            self._sent.pop(0).sent()
         exchange = start_exchange(sends, receives, self.ring.axis)
         self._sent.append(exchange)
         for message, tensors in expected.items():

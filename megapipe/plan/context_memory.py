@@ -240,7 +240,8 @@ class _Replay:
         output = None
         if self.what == "I":
             if i != self.me:
-                self.tape.pass_by(w.wide_q, *w.widened[:1], 4 * w.own.lse)
+                last = w.own.lse if w.own.main == w.own.size else w.q  # a factor, or the result
+                self.tape.pass_by(w.wide_q, *w.widened[:1], 3 * w.own.lse, last)
                 output = _Memory(self.tape, w.q)
             self._sum(("queries", i))
             if not self.gathers:

@@ -13,6 +13,7 @@ import torch
 from megapipe.config import Config
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import numbers_told
+from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layout import freed
 from megapipe.layout.layout import Layout
 from megapipe.model.gpt.saved import Sizes, held, held_tensors
@@ -96,7 +97,8 @@ def measure_all(world: World, given: list[Case]) -> list[Alive]:
         mesh, split = world.mesh(case.grid), layout.split
         step = TrainStep(config, layout, mesh)
         local = layout.local_length // (case.tp if case.sequence_parallel else 1)
-        x = torch.ones(local, case.batch, config.model.hidden, dtype=torch.float64)
+        dtype = TORCH_DTYPES[config.model.dtype]
+        x = torch.ones(local, case.batch, config.model.hidden, dtype=dtype)
         held = None if split.cp == 1 else split.held([case.sequence], mesh.cp.index)
         mb = MicroBatch(index=0, step=0, seed=1, held=held)
         alive.append(measure(step.stages[1], x, mb))
@@ -223,7 +225,8 @@ def test_peaks_within_operations_where_attention_is_kept() -> None:
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_peaks_within_operations_where_positions_are_split(cp: int) -> None:
-    """To the byte, of the member of the ring that takes most. B is left out: with four ranks gloo's
+    """To the byte, of the member of the ring that takes most; in bf16, where sums are in another
+    type, within 2% at heads of 4 values. B is left out: with four ranks gloo's
     threads hold what they have sent for longer."""
     base = Case(cp=cp, pp=4, in_process=True, layers=8, sequence=128)
     plans = {2: ["queries travel", "helpers"], 4: ["teams", "double ring", "usp", "queries travel"]}
@@ -235,14 +238,16 @@ def test_peaks_within_operations_where_positions_are_split(cp: int) -> None:
         replace(base, activations="full"),
         replace(base, model="mixed", context="all_gather", kv_heads=2),
     ]
-    results = run_world(cp, measure_within, given, timeout_s=120)
-    for i, case in enumerate(given):
+    narrow = [replace(case, dtype="bf16") for case in given if case.model == "gpt2"]
+    results = run_world(cp, measure_within, [*given, *narrow], timeout_s=240)
+    for i, case in enumerate([*given, *narrow]):
         config, layout = configure(case)
         spec, spans = layout.stage_layers[1], layout.spans[1]
         formula = peaks(config.model, spec, spans, sizes_of(config, layout), most_tokens=0)
         for kind in ("F", "I"):
             measured = max(of_rank[i][kind] for of_rank in results)
-            assert getattr(formula, kind) == measured, f"{case.name}: {kind}"
+            error = getattr(formula, kind) / measured - 1
+            assert abs(error) <= 0.02 * (case in narrow), f"{case.name}: {kind} is {error:+.1%} off"
 
 
 def test_peaks_within_operations_on_a_tensor_parallel_rank() -> None:
