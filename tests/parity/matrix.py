@@ -30,6 +30,7 @@ SPLIT = [
     for dp, cp, tp, pp in itertools.product((1, 2), (2, 4), (1, 2), (1, 2))
     if dp * cp * tp * pp <= 8
 ]
+SPLIT += [(4, 2, 1, 1), (1, 2, 4, 1), (1, 2, 1, 4), (1, 8, 1, 1)]
 """Layouts whose ranks share the positions of a sequence."""
 LAYOUTS += SPLIT
 STATES = [
@@ -188,7 +189,8 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
         return False
     ulysses = cp if context == "ulysses" else 2 if "usp" in context else 1
     fits = HEADS // tp % ulysses == 0 and max(heads, ulysses) % min(heads, ulysses) == 0
-    return fits and (cp == 4 or context not in ("teams", "usp", "usp, context first"))
+    of_four = ("double ring", "teams", "usp", "usp, context first")
+    return fits and (cp % 4 == 0 or context not in of_four)
 
 
 def _can_have_experts(c: Mapping[str, Any]) -> bool:
@@ -200,7 +202,7 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
         return False
     split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
     other = c["lora"] or c["scatter"] == "on"
-    other = other or c["activations"] == KEPT or (c["post_validation"] and _remembers(c))
+    other = other or (c["post_validation"] and _remembers(c))
     return not split and not other
 
 
@@ -271,7 +273,7 @@ def to_case(choice: Mapping[str, Any]) -> Case:
         group=1 + m // 2 if deep else None,
         layers=max(3, stages + values["uneven"]),
         batch=1 if m > 4 else 2,
-        sequence=8 if values["cp"] < 4 else 16,
+        sequence=8 * max(1, values["cp"] // 2, values["cp"] * values["tp"] // 4),
         loss_scale=2.0**10 if choice["dtype"] == "fp16" else None,
         **values,
     )

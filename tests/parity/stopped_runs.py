@@ -158,7 +158,8 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
 
 def run(folder: Path, *plays: Play, world: int = 4) -> list[list[dict[str, Any]]]:
     """Per play, what each rank shows."""
-    ranks = run_world(world, play_all, {**tiny(folder), **BASE}, list(plays))
+    limit_s = 120.0 + 10 * len(plays)
+    ranks = run_world(world, play_all, {**tiny(folder), **BASE}, list(plays), timeout_s=limit_s)
     return [list(outcomes) for outcomes in zip(*ranks, strict=True)]
 
 

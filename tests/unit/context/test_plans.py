@@ -83,6 +83,33 @@ def follow(plan: Plan) -> None:
                 assert total == {pair for pair in computed if pair[index] == home}
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [*EVERY, *map(plans.helpers, range(1, 13))],
+    ids=lambda plan: f"{plan.name} {plan.ranks}",
+)
+def test_bundles_that_a_rank_has(plan: Plan) -> None:
+    """From when a bundle is expected until it is used or sent on for the last time; the rank's own
+    all the time."""
+    most = {"queries": 0, "keys": 0}
+    for rank, part in enumerate(plan.forward_parts):
+        begins = {
+            (message.kind, message.home): number
+            for number, messages in enumerate(part.messages)
+            for message in messages
+            if (message.what, message.target) == ("bundle", rank)
+        }
+        for kind in ("queries", "keys"):
+            for number in range(plan.length):
+                others = [
+                    bundle
+                    for bundle, begin in begins.items()
+                    if bundle[0] == kind and begin <= number <= part.needed[bundle]
+                ]
+                most[kind] = max(most[kind], 1 + len(others))
+    assert plan.held == most
+
+
 def sends(plan: Plan, what: str, kind: str, *, backward: bool = False) -> list[int]:
     """How many messages of a kind each rank sends."""
     exchanges = plan.backward if backward else plan.forward

@@ -106,6 +106,14 @@ def test_hybrid_shards_are_over_neighbours() -> None:
     assert found[15].replicate.ranks == (11, 15)
 
 
+def test_neighbours_that_share_positions_come_first() -> None:
+    """Of dp x cp x tp = 2 x 2 x 2, the ranks that hold other positions of the same samples."""
+    mesh: Any = FakeMesh(5, Grid(dp=2, cp=2, tp=2))
+    found = BucketGroups(mesh, ZeroPolicy(2, shard_size=2)).axes_of([0])
+    assert found.shard.ranks == (5, 7)
+    assert found.replicate.ranks == (1, 5)
+
+
 def test_a_group_is_made_once_and_not_for_what_exists() -> None:
     mesh: Any = FakeMesh(0)
     groups = BucketGroups(mesh, ZeroPolicy(1))
