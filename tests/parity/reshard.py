@@ -54,6 +54,7 @@ LAYOUTS: dict[str, Case] = {
     "dp 2 tp 2 pp 2": SMALL(dp=2, tp=2, pp=2, sequence_parallel=True),
     "dp 2 pp 4, replicas": SMALL(dp=2, pp=4, schedule="chimera"),
     "cp 2": SMALL(cp=2),
+    "cp 2 pp 2": SMALL(cp=2, pp=2, context="striped"),
     "cp 2 dp 2, hybrid ZeRO 3": SMALL(cp=2, dp=2, zero=3, shard_size=2, context="ulysses"),
     "dp 2, ep 2, ZeRO 3": SMALL(dp=2, ep=2, zero=3),
     "dp 2 tp 2, ep 4, ZeRO 2": SMALL(dp=2, tp=2, ep=4, zero=2, sequence_parallel=True),

@@ -17,6 +17,7 @@ from megapipe.distributed.mesh import Grid
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.memory import model_memory
 from megapipe.train.step import TrainStep
+from tests.parity.group_order import check_all_are_made, groups_made
 
 SHAPE = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=4", "train.global_batch=32")
 FEW_LAYERS = "model.layers=4"
@@ -135,22 +136,61 @@ def test_a_collective_that_is_not_known_is_an_error(scale: Any) -> None:
             dist.broadcast(torch.zeros(3), 0)
 
 
-def groups_made(scale: Any, world: int) -> list[int]:
+def sizes_of_groups(scale: Any, world: int) -> list[int]:
     """Sizes of the process groups that the last process of a job makes."""
     dp = world // 4
     keys = ("parallel.tp=2", "parallel.pp=2", f"parallel.dp={dp}", f"train.global_batch={4 * dp}")
     config, layout = scale.configure(*scale.TOY, FEW_LAYERS, *keys)
     with scale.fake_world(scale.grid_of(layout), world - 1) as mesh:
         TrainStep(config, layout, mesh)
-        _, *made = dist.distributed_c10d._world.pg_group_ranks.values()
-        return [len(ranks) for ranks in made]
+        return [len(made.members) for made in groups_made(world)]
 
 
 def test_a_process_makes_as_many_groups_in_any_world(scale: Any) -> None:
     """Axes, then two channels, then the holders of the tied embedding."""
     for world in (8, 16384):
         dp = world // 4
-        assert groups_made(scale, world) == [2, dp, 1, 2, 2, 2, 2 * dp]
+        assert sizes_of_groups(scale, world) == [2, dp, 1, 2, 2, 2, 2 * dp]
+
+
+EXPERTS = ("model.moe.experts=4", "model.moe.ffn=16", "parallel.sequence_parallel=true")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("parallel.cp=4", "context.ulysses=2", "optimizer.zero=3", "optimizer.shard_size=2"),
+        (
+            *("parallel.cp=4", "context.ulysses=2", "context.ranks=context_first"),
+            *("parallel.tp=2", "parallel.pp=3", "parallel.dp=1"),
+        ),
+        ("parallel.cp=2", "parallel.ep=4", *EXPERTS),
+        ("parallel.cp=2", "parallel.pp=4", "pipeline.schedule=chimera"),
+        (
+            *("parallel.tp=2", "parallel.pp=4", "pipeline.schedule=dualpipe"),
+            *("parallel.ep=2", "parallel.etp=2", *EXPERTS),
+        ),
+        (
+            *("parallel.dp=4", "parallel.tp=2", "parallel.ep=8", *EXPERTS, "model.moe.experts=8"),
+            *("experts.dispatch=hierarchical", "experts.node=4"),
+        ),
+        ("parallel.cp=2", "parallel.pp=3", "optimizer.post_validation=true"),
+    ],
+    ids=" ".join,
+)
+def test_groups_of_a_job_have_one_name_and_no_order_goes_in_circles(
+    scale: Any, keys: tuple[str, ...]
+) -> None:
+    """Those of rings, heads and experts too; pipelines are tried by chance in test_mesh_names."""
+    common = ("parallel.dp=2", "parallel.pp=2", "train.global_batch=16", "model.layers=8")
+    config, layout = scale.configure(*scale.TOY, *common, *keys)
+    grid, made = scale.grid_of(layout), []
+    for rank in range(grid.world):
+        with scale.fake_world(grid, rank) as mesh:
+            TrainStep(config, layout, mesh)
+            made.append(groups_made(grid.world))
+    check_all_are_made(made)
 
 
 @pytest.mark.parametrize(

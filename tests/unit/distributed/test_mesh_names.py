@@ -29,6 +29,7 @@ from megapipe.optim.policy import ZeroPolicy
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.placement import Placement, loop
 from megapipe.watch.journal import LINE
+from tests.parity.group_order import Made, check_all_are_made, groups_made
 
 
 class Job(NamedTuple):
@@ -40,13 +41,6 @@ class Job(NamedTuple):
     tied: bool
     empty: frozenset[int] = frozenset()
     """Stages without parameters of their own."""
-
-
-class Made(NamedTuple):
-    """A group that a process makes."""
-
-    name: str
-    members: tuple[int, ...]
 
 
 @st.composite
@@ -106,29 +100,7 @@ def made_by(job: Job, rank: int) -> list[Made]:
             job.policy,
             holders=[placement.holders(stage) for stage in range(placement.stages)],
         )
-        default, *groups = dist.distributed_c10d._world.pg_group_ranks.items()
-        assert list(default[1]) == list(range(job.grid.world))
-        return [Made(group.group_name, tuple(ranks)) for group, ranks in groups]
-
-
-def check_all_are_made(made: Sequence[Sequence[Made]]) -> None:
-    """A group is made when it is the next one of all its members."""
-    left = [list(reversed(groups)) for groups in made]
-    going = set(range(len(made)))
-    while going:
-        rank = going.pop()
-        while left[rank]:
-            name, members = left[rank][-1]
-            assert rank in members
-            if any(left[other][-1:] != [Made(name, members)] for other in members):
-                break
-            for other in members:
-                left[other].pop()
-            going |= set(members) - {rank}
-    waiting = {rank: groups[-1] for rank, groups in enumerate(left) if groups}
-    assert not waiting, f"these wait for ever: {waiting}"
-    for groups in made:
-        assert len({group.name for group in groups}) == len(groups), "a name is used once"
+        return groups_made(job.grid.world)
 
 
 @settings(deadline=None, max_examples=40)

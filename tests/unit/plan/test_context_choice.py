@@ -59,7 +59,6 @@ def test_all_that_is_legal_is_there_once() -> None:
 
 
 def test_what_is_there_is_all_that_is_legal() -> None:
-    """But for double rings of one ring, which are a ring."""
     given = config("parallel.cp=8")
     family = family_of(given, "cpu")
     legal = set()
@@ -75,8 +74,7 @@ def test_what_is_there_is_all_that_is_legal() -> None:
             check_context(made, family, split, 1)
         except ConfigError:
             continue
-        if inner != split.ring:
-            legal.add(own.model_dump_json())
+        legal.add(own.model_dump_json())
     assert legal == {cost.context.model_dump_json() for cost in found("parallel.cp=8")}
 
 
@@ -105,6 +103,24 @@ def test_slow_links_change_the_order() -> None:
     assert best.ranks == "heads_first"
     slowest = found(*keys)[-1]
     assert sum(slowest.exposed.values()) > 0.5 * slowest.seconds
+
+
+def test_rounds_work_and_bundles() -> None:
+    """Work is that of the slowest of each round, over what a rank has on average."""
+
+    def row(*keys: str) -> tuple[int, float, int]:
+        own = config("parallel.cp=4", *keys)
+        cost = cost_of(own, Speeds.of(own))
+        return cost.rounds, cost.work, cost.bundles
+
+    assert row() == (4, pytest.approx(1.0, abs=0.01), 3)
+    # 4 rounds of a whole block, and 2.5 blocks on average: (2n - 1) / n at any length
+    assert row("context.order=contiguous") == (4, pytest.approx(7 / 4, abs=0.01), 3)
+    helpers = ("context.plan=helpers", "context.order=contiguous")
+    assert row(*helpers)[::2] == (3, 3)
+    assert row("context.plan=all_gather") == (4, pytest.approx(1.0, abs=0.01), 4)
+    assert row("context.plan=double_ring", "context.inner=2")[0] == 4
+    assert row("context.plan=teams", "context.team=2")[0] == 4
 
 
 def test_models_that_cannot() -> None:
