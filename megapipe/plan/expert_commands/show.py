@@ -7,13 +7,13 @@ example: experts.py show runs/quickstart_moe --layer 1 -o drift.svg
 """
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
+from megapipe.plan.expert_commands.recorded import LOG, Choices, recorded
 from megapipe.schedule.commands.arguments import none_or_more, write
 from megapipe.schedule.render.scene import IDLE, Rectangle, Scene, Words, mixed
 from megapipe.schedule.render.vector import to_svg
@@ -26,9 +26,6 @@ MOST = 2.0
 LEFT, TOP, HEIGHT, RIGHT = 76, 30, 18, 170
 WIDEST, WHOLE = 18, 1400
 
-Choices = Mapping[int, Mapping[int, Sequence[int]]]
-"""By step and layer those of each expert."""
-
 
 def add(parser: Parser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="of the run")
@@ -40,7 +37,7 @@ def add(parser: Parser) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    path = given.folder / "log.jsonl"
+    path = given.folder / LOG
     title, rows = _rows(path, recorded(path), given.step, given.layer)
     if given.output is None:
         print(title)
@@ -66,41 +63,6 @@ class Row(NamedTuple):
     def told(self) -> str:
         """In words."""
         return f"largest {max(self.loads):.2f}, {self.loads.count(0)} without"
-
-
-def recorded(path: Path) -> Choices:
-    """The choices in a log; of a step that was repeated the later ones. Raises
-    :class:`ConfigError`."""
-    found: dict[int, Mapping[int, Sequence[int]]] = {}
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if b'"counts"' in line:
-                    found.update(_of_line(line, f"{path}: line {number}"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; a run has this file in its folder") from None
-    if not found:
-        raise ConfigError(
-            f"{path}: no step has the choices of experts: expected those of a run with "
-            "model.moe.experts and log.experts_every"
-        )
-    return found
-
-
-def _of_line(line: bytes, where: str) -> Choices:
-    """Those of a step, if it has any."""
-    try:
-        told = json.loads(line)
-        counts = told["routing"]["counts"]
-        if counts is None:
-            return {}
-        choices = {int(layer): [int(each) for each in own] for layer, own in counts.items()}
-        step = int(told["step"])
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(f"{where}: expected a step as a run logs it") from None
-    if not choices or any(min(own, default=0) < 0 or sum(own) == 0 for own in choices.values()):
-        raise ConfigError(f"{where}: expected choices of the experts of each layer")
-    return {step: choices}
 
 
 def _rows(
