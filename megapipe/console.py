@@ -21,7 +21,7 @@ COMMANDS = {
     "context": ("megapipe.plan.commands", "attention over split positions: costs, drawings"),
     "experts": (
         "megapipe.plan.expert_commands",
-        "layers with experts: costs of their exchanges, choices of a run",
+        "layers with experts: exchanges, choices of a run, and ranks for them",
     ),
     "prepare-data": ("megapipe.data.commands", "texts to token files, and token files to others"),
     "convert": ("megapipe.convert.commands", "models to Hugging Face's form and back"),

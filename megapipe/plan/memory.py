@@ -186,6 +186,12 @@ def _buffer_bytes(config: Config, layout: Layout) -> int:
     return biases + 8 * counted * sum(layout.model.experts().values())
 
 
+def state_bytes(config: Config, layout: Layout) -> int:
+    """Bytes per parameter of states and of a master of its own."""
+    size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
+    return _state_bytes(config.optimizer, size, main, _keeps_apart(config, layout))
+
+
 def _with_velocity(layout: Layout) -> Collection[int]:
     """Stages whose weights have a velocity beside their states, in the type of masters."""
     return () if layout.stream is None else moved_back(layout.stream).keys()
@@ -203,7 +209,7 @@ def _saved_bytes(optimizer: OptimizerConfig, weight: int, main: int, apart: bool
 
 
 def _state_bytes(optimizer: OptimizerConfig, weight: int, main: int, apart: bool) -> int:
-    """Bytes per parameter of states and of a master of its own."""
+    """Those of :func:`state_bytes`."""
     state = 2 if optimizer.state_dtype == "bf16" else main
     states = declaration(optimizer.rule).kept(optimizer.momentum)
     return len(states) * state + (main if _has_master(optimizer, weight, main, apart) else 0)

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 
 from megapipe.command_line import Parser, parser_of, run_command
-from megapipe.plan.expert_commands import show, simulate
+from megapipe.plan.expert_commands import plan, show, simulate
 
-COMMANDS = {"simulate": simulate, "show": show}
+COMMANDS = {"simulate": simulate, "show": show, "plan": plan}
 
 
 def parser() -> Parser:
     """The parser of all commands."""
     return parser_of(
         COMMANDS,
-        description="Layers with experts over several ranks: what exchanging their rows takes, and "
-        "which experts a run has chosen. docs/moe.md explains.",
+        description="Layers with experts over several ranks: what exchanging their rows takes, "
+        "which experts a run has chosen, and which ranks should have them. docs/moe.md explains.",
         epilog="%(prog)s COMMAND --help tells what it takes.",
     )
 

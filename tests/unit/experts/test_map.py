@@ -1,0 +1,123 @@
+"""Who has which expert, and to whom rows go."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import pytest
+
+from megapipe.errors import ConfigError
+from megapipe.experts.map import ExpertMap
+from megapipe.experts.rows import Counts, evenly, goals, loads
+
+
+def drawn(seed: int) -> tuple[ExpertMap, Counts, int]:
+    """A map with owners and copies anywhere, rows, and the ranks of a node."""
+    draw = random.Random(seed)
+    ranks, each, slots = draw.randint(1, 6), draw.randint(1, 3), draw.randint(0, 3)
+    owners = [rank for rank in range(ranks) for _ in range(each)]
+    draw.shuffle(owners)
+    copies = []
+    for rank in range(ranks):
+        others = [e for e, owner in enumerate(owners) if owner != rank]
+        copies.append(draw.sample(others, min(len(others), draw.randint(0, slots))))
+    found = ExpertMap(tuple(owners), ((),) * ranks, slots).with_copies(copies)
+    counts = [[draw.randint(0, 9) for _ in owners] for _ in range(ranks)]
+    return found, counts, draw.randint(1, ranks)
+
+
+def test_rows_go_to_a_holder_as_near_as_there_is() -> None:
+    """To oneself, else on one's node, else anywhere; several holders take them in turns."""
+    assert goals([2], 4, 4) == [2, 2, 2, 2]
+    assert goals([1, 2], 6, 6) == [1, 1, 2, 2, 1, 2], "ranks 0, 3, 4, 5 in turns"
+    assert goals([0, 5], 6, 2) == [0, 0, 0, 5, 5, 5], "ranks 2 and 3 have none on their node"
+    assert goals([0, 1, 2, 3], 4, 2) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_reaches_one_holder(seed: int) -> None:
+    """One row after the other, by the rule in words; and loads are what has arrived."""
+    found, counts, node = drawn(seed)
+    arrived: Counter[int] = Counter()
+    for expert, source in product(range(found.experts), range(found.ranks)):
+        holders = found.holders(expert)
+        goal = goals(holders, found.ranks, node)[source]
+        near = [holder for holder in holders if holder // node == source // node]
+        assert goal in ([source] if source in holders else near or holders)
+        arrived[goal] += counts[source][expert]
+    own = loads(found, counts, node)
+    assert own == [arrived[rank] for rank in range(found.ranks)]
+    assert sum(own) == sum(map(sum, counts))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_holders_take_equal_parts(seed: int) -> None:
+    """Of those to whom rows are dealt none has two ranks more than another."""
+    draw = random.Random(seed)
+    ranks = draw.randint(2, 12)
+    holders = sorted(draw.sample(range(ranks), draw.randint(1, ranks)))
+    parts = Counter(goals(holders, ranks, ranks))
+    assert max(parts.values()) - min(parts.values()) <= 1
+    assert parts.keys() == set(holders)
+
+
+def test_a_run_begins_with_neighbours() -> None:
+    assert ExpertMap.even(6, 3).owners == (0, 0, 1, 1, 2, 2)
+    assert ExpertMap.even(6, 3).holders(3) == [1]
+
+
+def test_rows_are_spread_over_their_sources() -> None:
+    spread = evenly([7, 0, 3], 3)
+    assert spread == [[3, 0, 1], [2, 0, 1], [2, 0, 1]]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_maps_are_stored(seed: int) -> None:
+    found, _, _ = drawn(seed)
+    assert ExpertMap.stored(json.loads(json.dumps(found.plain()))) == found
+
+
+@pytest.mark.parametrize(
+    ("owners", "copies", "slots", "words"),
+    [
+        ((0, 0, 1), ((), ()), 0, "3 experts over 2 ranks: expected as many for each rank"),
+        ((), ((),), 0, "0 experts over 1 rank: expected"),
+        ((0,), (), 0, "1 expert over 0 ranks"),
+        ((0, 2), ((), ()), 0, "owner 2 of expert 1: expected a rank from 0 to 1"),
+        ((0, -1), ((), ()), 0, "owner -1 of expert 1"),
+        ((0, 0), ((), ()), 0, "rank 0 owns 2 experts: expected 1, as all"),
+        ((0, 1), ((1,), ()), 0, "rank 0 has 1 copies: expected at most 0, its slots"),
+        ((0, 1), ((0,), ()), 1, "rank 0 has a copy of expert 0, which it owns"),
+        ((0, 1), ((2,), ()), 1, "copy of expert 2 on rank 0: expected one from 0 to 1"),
+        ((0, 1), ((), (-1,)), 1, "copy of expert -1 on rank 1"),
+        ((0, 1, 1, 0), ((2, 1), ()), 2, "copies [2, 1] of rank 0: expected each once, in order"),
+        ((0, 1, 1, 0), ((1, 1), ()), 2, "copies [1, 1] of rank 0: expected each once, in order"),
+    ],
+)
+def test_what_is_no_map(owners: Any, copies: Any, slots: int, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ExpertMap(owners, copies, slots)
+    assert str(raised.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        {"owners": [0], "copies": [[]]},
+        {"owners": [0], "copies": [[]], "slots": 0, "more": 1},
+        {"owners": [0.0], "copies": [[]], "slots": 0},
+        {"owners": [True], "copies": [[]], "slots": 0},
+        {"owners": [0], "copies": [0], "slots": 0},
+        {"owners": [0], "copies": {}, "slots": 0},
+        {"owners": [0], "copies": [[]], "slots": None},
+    ],
+)
+def test_what_is_not_stored_as_a_map(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r'^expected \{"owners": \[\.\.\], "copies"'):
+        ExpertMap.stored(value)
