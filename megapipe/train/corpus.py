@@ -38,7 +38,7 @@ def prepare_on_all(
     prepared = on_all(
         mesh, local_rank, lambda: load_sources(config, tokenizer, progress=mesh.rank == 0)
     )
-    _compare_ranks(prepared, name_of(config.data), mesh)
+    _compare_ranks(prepared, config.data, mesh)
     return prepared
 
 
@@ -80,14 +80,20 @@ def name_of(data: DataConfig) -> str:
     return ", ".join(f"{name}={source.source}" for name, source in data.mixture.items())
 
 
-def _compare_ranks(data: Sources, source: str, mesh: ParallelMesh) -> None:
-    """Raise on every rank if one has another data set than rank 0: the user's code has made
-    another, or its node has another file of that name."""
+def _compare_ranks(own: Sources, data: DataConfig, mesh: ParallelMesh) -> None:
+    """Raise on every rank if one has another tokenizer or another data set than rank 0: its node
+    has other files of these names, or the user's code has made another."""
+    first = json.loads(mesh.share(json.dumps([own.tokenizer, own.everything])))
     error = None
-    if data.everything != mesh.share(data.everything):
+    if own.tokenizer != first[0]:
         error = DataError(
-            f"data.source={source}: rank {mesh.rank} has other samples than rank 0: expected the "
-            "same in every process and at every call"
+            f"data.tokenizer={data.tokenizer}: rank {mesh.rank} has another tokenizer than rank 0, "
+            "with other ids of texts or another end mark: expected the same in every process"
+        )
+    elif own.everything != first[1]:
+        error = DataError(
+            f"data.source={name_of(data)}: rank {mesh.rank} has other samples than rank 0: "
+            "expected the same in every process and at every call"
         )
     all_or_none(mesh, error)
 

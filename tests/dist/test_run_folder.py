@@ -6,11 +6,14 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megapipe.checkpoint.run_lock import RunLock
 from megapipe.cli import parse
 from megapipe.data.tokenizer import load_tokenizer
+from megapipe.data.tokens import TokenWriter
+from megapipe.data.tokens.format import token_type
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import ConfigError, DataError, LaunchError, MegapipeError
 from megapipe.launch.signals import StopRequest
@@ -20,6 +23,7 @@ from megapipe.train import run_folder
 from megapipe.train.trainer import Trainer
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
+from tests.unit.data.data_cases import train_bpe
 
 TRAINS = "trains"
 
@@ -31,8 +35,9 @@ def begun(world: World, nodes: list[str], cases: list[dict[str, str]]) -> list[t
     run_folder.HIDDEN_S = 0.2
     seen: list[tuple[type, str]] = []
     for given in cases:
-        tokenizer = load_tokenizer("byte")
-        config, layout = resolve(parse(arguments(given)).config, world.size, tokenizer.vocab_size)
+        asked = parse(arguments(given)).config
+        tokenizer = load_tokenizer(asked.data.tokenizer)
+        config, layout = resolve(asked, world.size, tokenizer.vocab_size)
         mesh = world.mesh(Grid(dp=2))
         try:
             with StopRequest() as stop:
@@ -45,7 +50,8 @@ def begun(world: World, nodes: list[str], cases: list[dict[str, str]]) -> list[t
 
 
 def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
-    """A folder that another job has; one that a node does not see; texts that differ by node."""
+    """A folder that another job has; one that a node does not see; texts or tokenizers that differ
+    by node."""
     given = tiny(tmp_path)
     nodes = [tmp_path / name for name in ("a", "b")]
     for node in nodes:
@@ -57,6 +63,11 @@ def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
     (nodes[1] / "other.txt").write_text(text.replace("cat", "dog"))
     (nodes[0] / "turned.txt").write_text(" ".join(words))
     (nodes[1] / "turned.txt").write_text(" ".join(reversed(words)))
+    for node, specials in zip(nodes, (["</s>", "<s>"], ["<s>", "</s>"]), strict=True):
+        train_bpe(specials).save(str(node / "end.json"))
+        with TokenWriter(node / "ids", token_type(257)) as writer:
+            for first in range(50):
+                writer.add(np.arange(first, first + 40))
     own = {**given, "data.cache": "cache"}
     taken = tmp_path / "runs" / "taken"
     taken.mkdir(parents=True)
@@ -66,11 +77,13 @@ def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
         {**given, "run.folder": "runs"},
         {**own, "data.source": "other.txt"},
         {**own, "data.source": "turned.txt"},
+        {**own, "data.source": "ids", "data.tokenizer": "end.json"},
         {**own, "data.source": "same.txt"},
+        {**own, "data.source": "ids"},
     ]
     ranks = run_world(2, begun, [str(node) for node in nodes], cases)
     lock.release()
-    held, unseen, other, turned, same = zip(*ranks, strict=True)
+    held, unseen, other, turned, end, *same = zip(*ranks, strict=True)
     for kind, text in held:
         assert kind is LaunchError
         assert f"{taken} is in use by process {os.getpid()}" in text
@@ -81,7 +94,10 @@ def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
     for (kind, text), name in ((other[0], "other"), (turned[0], "turned"), (turned[1], "turned")):
         assert kind is DataError
         assert text.startswith(f"data.source={name}.txt: rank 1 has other samples than rank 0")
-    assert same == ((type(None), TRAINS),) * 2
+    for kind, text in end:
+        assert kind is DataError
+        assert text.startswith("data.tokenizer=end.json: rank 1 has another tokenizer than rank 0")
+    assert same == [((type(None), TRAINS),) * 2] * 2
     assert list(taken.iterdir()) == []
 
 
