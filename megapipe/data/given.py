@@ -58,6 +58,7 @@ class GivenTokens:
         content: SHA-256, in hex, of its sizes, the splits and tokens at some places.
     """
 
+    file: TokenFile
     parts: Mapping[Split, Stream]
     content: str
 
@@ -89,7 +90,7 @@ def given_tokens(config: DataConfig) -> GivenTokens:
     found = hashlib.sha256(repr([total, len(file), *places]).encode())
     for start in np.unique(np.linspace(0, max(total - _PROBED, 0), _PROBES).astype(np.int64)):
         found.update(file.read(start, min(start + _PROBED, total)).astype("<i8").tobytes())
-    return GivenTokens(parts, found.hexdigest())
+    return GivenTokens(file, parts, found.hexdigest())
 
 
 def _split(file: TokenFile, weights: str) -> dict[Split, Stream]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.data.dataset import SPLITS, Corpus, Dataset, Split, Stream
 from megapipe.data.fill_in_the_middle import marks_of
-from megapipe.data.given import given_tokens, is_given
+from megapipe.data.given import GivenTokens, given_tokens, is_given
 from megapipe.data.own import own_data
 from megapipe.data.prepare import prepare
 from megapipe.data.remote import fetched
@@ -62,6 +63,23 @@ class Sources:
         """The same of what is validated and tested on too."""
         rest = [corpus.content for some in (self.validation, self.test) for corpus in some.values()]
         return hashlib.sha256(json.dumps([self.content, *rest]).encode()).hexdigest()
+
+    @property
+    def files(self) -> list[str | None]:
+        """SHA-256, in hex, for all bytes of each file of the user's tokens and indices, of which
+        `everything` has but some; None of one without checksums."""
+        some = (self.training, self.validation, self.test)
+        every = chain.from_iterable(corpora.values() for corpora in some)
+        given = (corpus.file for corpus in every if isinstance(corpus, GivenTokens))
+        return [content for file in given for content in file.contents]
+
+    def is_like(self, everything: str, files: Sequence[str | None]) -> bool:
+        """Whether another process, which has these, has the same data; where one of the two has no
+        checksums of a file, `everything` has to do."""
+        return self.everything == everything and all(
+            mine == theirs or None in (mine, theirs)
+            for mine, theirs in zip(self.files, files, strict=True)
+        )
 
     @property
     def entropy(self) -> float | None:

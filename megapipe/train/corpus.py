@@ -83,14 +83,15 @@ def name_of(data: DataConfig) -> str:
 def _compare_ranks(own: Sources, data: DataConfig, mesh: ParallelMesh) -> None:
     """Raise on every rank if one has another tokenizer or another data set than rank 0: its node
     has other files of these names, or the user's code has made another."""
-    first = json.loads(mesh.share(json.dumps([own.tokenizer, own.everything])))
+    shared = mesh.share(json.dumps([own.tokenizer, own.everything, own.files]))
+    tokenizer, everything, files = json.loads(shared)
     error = None
-    if own.tokenizer != first[0]:
+    if own.tokenizer != tokenizer:
         error = DataError(
             f"data.tokenizer={data.tokenizer}: rank {mesh.rank} has another tokenizer than rank 0, "
             "with other ids of texts or another end mark: expected the same in every process"
         )
-    elif own.everything != first[1]:
+    elif not own.is_like(everything, files):
         error = DataError(
             f"data.source={name_of(data)}: rank {mesh.rank} has other samples than rank 0: "
             "expected the same in every process and at every call"

@@ -11,6 +11,7 @@ import pytest
 
 from megapipe.checkpoint.run_lock import RunLock
 from megapipe.cli import parse
+from megapipe.data.stored import write_checksums
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
@@ -50,8 +51,8 @@ def begun(world: World, nodes: list[str], cases: list[dict[str, str]]) -> list[t
 
 
 def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
-    """A folder that another job has; one that a node does not see; texts or tokenizers that differ
-    by node."""
+    """A folder that another job has; one that a node does not see; texts, tokenizers or token files
+    that differ by node, these between the places that are always looked at."""
     given = tiny(tmp_path)
     nodes = [tmp_path / name for name in ("a", "b")]
     for node in nodes:
@@ -68,6 +69,10 @@ def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
         with TokenWriter(node / "ids", token_type(257)) as writer:
             for first in range(50):
                 writer.add(np.arange(first, first + 40))
+    for node, odd in zip(nodes, (3, 4), strict=True):
+        with TokenWriter(node / "long", token_type(257)) as writer:
+            writer.add(np.concatenate([np.arange(1500), [odd], np.arange(198_500)]) % 250)
+        write_checksums(node / "long.bin")
     own = {**given, "data.cache": "cache"}
     taken = tmp_path / "runs" / "taken"
     taken.mkdir(parents=True)
@@ -78,12 +83,13 @@ def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
         {**own, "data.source": "other.txt"},
         {**own, "data.source": "turned.txt"},
         {**own, "data.source": "ids", "data.tokenizer": "end.json"},
+        {**own, "data.source": "long"},
         {**own, "data.source": "same.txt"},
         {**own, "data.source": "ids"},
     ]
     ranks = run_world(2, begun, [str(node) for node in nodes], cases)
     lock.release()
-    held, unseen, other, turned, end, *same = zip(*ranks, strict=True)
+    held, unseen, other, turned, end, long, *same = zip(*ranks, strict=True)
     for kind, text in held:
         assert kind is LaunchError
         assert f"{taken} is in use by process {os.getpid()}" in text
@@ -91,9 +97,10 @@ def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
         assert kind is ConfigError
         assert text.startswith("run.folder: rank 1 on")
         assert "a folder that all nodes share" in text
-    for (kind, text), name in ((other[0], "other"), (turned[0], "turned"), (turned[1], "turned")):
+    differ = [(other[0], "other.txt"), *((each, "turned.txt") for each in turned)]
+    for (kind, text), name in (*differ, *((each, "long") for each in long)):
         assert kind is DataError
-        assert text.startswith(f"data.source={name}.txt: rank 1 has other samples than rank 0")
+        assert text.startswith(f"data.source={name}: rank 1 has other samples than rank 0")
     for kind, text in end:
         assert kind is DataError
         assert text.startswith("data.tokenizer=end.json: rank 1 has another tokenizer than rank 0")

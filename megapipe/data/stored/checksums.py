@@ -48,6 +48,9 @@ class Checksums:
     """The checksums of a file of `size` bytes, and which of its blocks have been compared.
 
     Raises DataError if their own file cannot be read or is not of this size.
+
+    Attributes:
+        content: what :func:`write_checksums` has returned of them.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -65,6 +68,7 @@ class Checksums:
                 f"{path.name} is damaged"
             )
         self._crcs: npt.NDArray[np.uint32] = np.frombuffer(found, "<u4")
+        self.content = hashlib.sha256(found).hexdigest()
         self._checked = bytearray(blocks)
         self._first = self._checked.find(0)
         """The first block that has not been compared; -1: there is none."""

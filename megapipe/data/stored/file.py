@@ -34,6 +34,11 @@ class StoredFile:
         leave_room(self._handle)
         self._checksums = Checksums(path, self.size) if crc_of(path).exists() else None
 
+    @property
+    def content(self) -> str | None:
+        """SHA-256, in hex, of the checksums, where there are any: it stands for all bytes."""
+        return None if self._checksums is None else self._checksums.content
+
     def read(self, start: int, stop: int) -> bytes | memoryview:
         """The bytes start .. stop-1. Raises DataError: the file was truncated, cannot be read, or
         differs from its checksums."""

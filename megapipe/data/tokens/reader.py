@@ -60,6 +60,12 @@ class TokenFile:
         """Documents."""
         return len(self.documents) - 1
 
+    @property
+    def contents(self) -> tuple[str | None, str | None]:
+        """SHA-256, in hex, for all bytes of tokens and of the index; None of one without
+        checksums."""
+        return self.tokens.file.content, self.lengths.file.content
+
     def read(self, start: int, stop: int) -> Ids:
         """The tokens start .. stop-1 [stop - start]; where there are checksums, they are compared.
 

@@ -10,10 +10,11 @@ from megapipe.config import Config, DataConfig, TrainConfig
 from megapipe.data.build import build_batches
 from megapipe.data.dataset import Split, Stream, TokenDataset
 from megapipe.data.given import GivenTokens, given_tokens, is_given
-from megapipe.data.sources import load_sources
+from megapipe.data.sources import Sources, load_sources
+from megapipe.data.stored import write_checksums
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenWriter
-from megapipe.data.tokens.format import token_type
+from megapipe.data.tokens.format import bin_of, idx_of, token_type
 from megapipe.errors import DataError
 
 
@@ -131,6 +132,36 @@ def test_content_follows_tokens_and_splits_not_the_place(tmp_path: Path) -> None
     seen.add(given_tokens(config(write(tmp_path / "x", documents[1:] + documents[:1]))).content)
     seen.add(given_tokens(config(write(tmp_path / "x", [[1, 2], *documents[2:]]))).content)
     assert len(seen) == 5
+
+
+def test_checksums_tell_files_apart_that_differ_between_the_places_looked_at(
+    tmp_path: Path,
+) -> None:
+    ids = (np.arange(200_000) % 250).tolist()
+    changed = [*ids[:1500], 7, *ids[1501:]]
+
+    def sources(name: str, ids: list[int], first: int = 100) -> Sources:
+        documents = [ids[:first], ids[first:1000], ids[1000:]]
+        if not (tmp_path / f"{name}.bin").exists():
+            write(tmp_path / name, documents)
+        return load_sources(Config(data=config(tmp_path / name)), ByteTokenizer())
+
+    given = {"same": (ids,), "copy": (ids,), "tokens": (changed,), "index": (ids, 150)}
+    plain = {name: sources(name, *made) for name, made in given.items()}
+    assert len({each.everything for each in plain.values()}) == 1
+    for name in given:
+        for kind in (bin_of, idx_of):
+            write_checksums(kind(tmp_path / name))
+    summed = {name: sources(name, *made) for name, made in given.items()}
+
+    def alike(a: Sources, b: Sources) -> bool:
+        return a.is_like(b.everything, b.files)
+
+    for name in given:
+        assert alike(plain["same"], plain[name])
+        assert alike(plain["same"], summed[name]), "one side has no checksums"
+        assert alike(summed[name], plain["same"])
+        assert alike(summed["same"], summed[name]) == (name in ("same", "copy"))
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
