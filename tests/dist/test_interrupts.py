@@ -254,6 +254,40 @@ def test_signals_within_a_save(background: str, tmp_path: Path) -> None:
     assert f"at step {last} of" in again.text
 
 
+VALIDATES = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from megapipe.train import evaluation
+from megapipe.train.main import main
+from megapipe.train.step import TrainStep
+evaluation.MICROBATCHES = 1
+forward, rank, begun = TrainStep.run_forward, int(os.environ["RANK"]), []
+def counted(*given):
+    begun.append(given)
+    os.write(1, f"rank {{rank}} begins forward {{len(begun)}}\\n".encode())
+    if rank == 1 and len(begun) == 3:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return forward(*given)
+TrainStep.run_forward = counted
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_within_a_validation(tmp_path: Path) -> None:
+    """It goes no further, the step before it is saved, and its loss is told by nobody."""
+    script = tmp_path / "validates.py"
+    script.write_text(VALIDATES.format(root=str(ROOT)))
+    more = {"train.validate_every": "2", "train.validation_samples": "20", "parallel.pp": "2"}
+    given = endless(tmp_path, **more)
+    outcome = run_forked(tmp_path, 2, *given, script=str(script))
+    outcome.assert_one_line(75, "stopped by a signal; saved step 2 of")
+    for rank in range(2):
+        assert f"rank {rank} begins forward 3\n" in outcome.text
+        assert f"rank {rank} begins forward 4\n" not in outcome.text
+    assert '"validation"' not in (tmp_path / "runs/run/log.jsonl").read_text()
+    Checkpoint.open(tmp_path / "runs/run/checkpoints/step-00000002").verify()
+
+
 TOKENIZES = """
 import sys, time
 sys.path.insert(0, {root!r})

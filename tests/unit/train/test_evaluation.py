@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,35 +16,59 @@ from megapipe.data.batch import Samples
 from megapipe.train.evaluation import MICROBATCHES, evaluate
 
 
+class Evaluated:
+    """A step of two samples a micro-batch whose sums, by `total`, may have those of other ranks;
+    it notes the samples that were computed."""
+
+    def __init__(self, value: Any = True, total: Callable[[Tensor], Tensor] = Tensor.clone) -> None:
+        self.seen: list[int] = []
+        self.programs = 0
+        self._value = value
+        self.step: Any = SimpleNamespace(
+            config=SimpleNamespace(train=SimpleNamespace(microbatch=2)),
+            layout=SimpleNamespace(dp=1),
+            run_forward=self._run_forward,
+            mesh=SimpleNamespace(ordered_sum=lambda vector, *axes: total(vector)),
+            optimizer=SimpleNamespace(true_weights=nullcontext),
+        )
+
+    def rows(self, indices: Sequence[int]) -> Samples:
+        tokens = torch.tensor(list(indices)).unsqueeze(1)
+        kind = torch.bool if self._value is True else torch.uint8
+        return Samples(tokens, tokens, torch.full(tokens.shape, self._value, dtype=kind))
+
+    def _run_forward(self, given: Any, first: int, microbatches: int) -> tuple[float, int]:
+        assert microbatches <= MICROBATCHES
+        self.programs += 1
+        found = given(range(first, first + 2 * microbatches))
+        kept = found.mask != 0
+        assert (found.mask[kept] == self._value).all()
+        self.seen.extend(found.tokens[kept].tolist())
+        return float(found.tokens[kept].sum()), int(kept.sum())
+
+
 @pytest.mark.parametrize("value", [True, 2, 5])
 def test_every_sample_counts_once_and_none_beyond_the_last(value: Any) -> None:
     """Also where the mask says of which source a token is."""
-    seen: list[int] = []
+    given = Evaluated(value)
+    found = evaluate(given.step, given.rows, 301, lambda: False)
+    assert given.seen == list(range(301))
+    assert (found.loss, found.tokens, found.stopped) == (150.0, 301, False)
 
-    def rows(indices: Sequence[int]) -> Samples:
-        tokens = torch.tensor(list(indices)).unsqueeze(1)
-        kind = torch.bool if value is True else torch.uint8
-        return Samples(tokens, tokens, torch.full(tokens.shape, value, dtype=kind))
 
-    def run_forward(given: Any, first: int, microbatches: int) -> tuple[float, int]:
-        assert microbatches <= MICROBATCHES
-        found = given(range(first, first + 2 * microbatches))
-        kept = found.mask != 0
-        assert (found.mask[kept] == value).all()
-        seen.extend(found.tokens[kept].tolist())
-        return float(found.tokens[kept].sum()), int(kept.sum())
+@pytest.mark.parametrize("own", [True, False])
+def test_a_request_to_stop_ends_it_after_the_program_in_which_it_comes(own: bool) -> None:
+    """It may come to this rank or to another one."""
 
-    class Mesh:
-        def ordered_sum(self, vector: Tensor, *axes: str) -> Tensor:
-            return vector
+    def asked() -> bool:
+        return given.programs == 2
 
-    step: Any = SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(microbatch=2)),
-        layout=SimpleNamespace(dp=1),
-        run_forward=run_forward,
-        mesh=Mesh(),
-        optimizer=SimpleNamespace(true_weights=nullcontext),
-    )
-    found = evaluate(step, rows, 301, lambda: False)
-    assert seen == list(range(301))
-    assert (found.loss, found.tokens) == (150.0, 301)
+    def with_others(sums: Tensor) -> Tensor:
+        return sums + torch.tensor([0.0, 0.0, asked() and not own])
+
+    given = Evaluated(total=with_others)
+    found = evaluate(given.step, given.rows, 301, lambda: own and asked())
+    assert given.programs == 2
+    assert given.seen == list(range(2 * 2 * MICROBATCHES))
+    assert math.isnan(found.loss)
+    assert (found.tokens, found.stopped) == (len(given.seen), True)
