@@ -22,6 +22,7 @@ from megapipe.testing import run_world
 from megapipe.train.callbacks.saving import Clock
 from tests.parity import reference
 from tests.parity.jobs import Job, arguments, tiny
+from tests.parity.launches import run_forked
 from tests.parity.stopped_runs import (
     BASE,
     DP,
@@ -250,6 +251,16 @@ def test_a_checkpoint_of_another_update_rule_is_refused(tmp_path: Path) -> None:
     _, other = run(tmp_path, Play("muon", muon), Play("adamw", {**DP, **load}))
     for rank in other:
         assert "is of optimizer.rule=muon, the configuration has adamw" in rank["error"][1]
+
+
+def test_another_number_of_threads_at_a_resume_is_told(tmp_path: Path) -> None:
+    given, two = arguments(tiny(tmp_path)), {"OMP_NUM_THREADS": "2"}
+    assert run_forked(tmp_path, 1, *given, "train.stop_after=1", environ=two).codes == [0]
+    stored = Checkpoint.open(checkpoint(tmp_path, "run", 1)).manifest.coordinates
+    assert stored["threads"] == 2
+    again = run_forked(tmp_path, 1, *given)
+    assert again.codes == [0]
+    assert again.text.count("threads of a process (OMP_NUM_THREADS) were 2 and are 1: ") == 1
 
 
 def test_a_signalled_job_exits_with_75_and_says_so_once(tmp_path: Path) -> None:
