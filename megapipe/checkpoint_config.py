@@ -19,7 +19,8 @@ class CheckpointConfig(Section):
     """Minutes from one checkpoint to the next, at most, by the clock of rank 0; 0: none by time."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints to keep: of those that are intact, and that a step with finite numbers has
-    followed. One that is just saved is kept besides, until then."""
+    followed. One that is just saved is kept besides, until then, and so are those of weights alone,
+    which a run never saves itself."""
     keep_every: int = Field(0, ge=0)
     """Keep checkpoints of steps that are multiples of this for good; 0: none."""
     grace_s: float | None = Field(None, gt=0)
@@ -46,11 +47,11 @@ class CheckpointConfig(Section):
     it; rank 0 writes it while the others wait, which may take no longer than
     `parallel.timeout_s`."""
     load: str | None = None
-    """Start from this if the run has no checkpoint itself, in any layout: a checkpoint folder,
-    a run folder (its newest intact checkpoint), a folder of Hugging Face's, the URL of a checkpoint
-    or of a run's on object storage, or `latest`: the run in `run.folder`, or in `folder` if that is
-    given, that has saved last. The model has to be the same; `megapipe convert inspect FOLDER
-    --config` prints its section."""
+    """Start from this if the run has no checkpoint itself, or weights alone, in any layout: a
+    checkpoint folder, a run folder (its newest intact checkpoint), a folder of Hugging Face's, the
+    URL of a checkpoint or of a run's on object storage, or `latest`: the run in `run.folder`, or in
+    `folder` if that is given, that has saved last. The model has to be the same; `megapipe convert
+    inspect FOLDER --config` prints its section."""
     load_only: Literal["all", "weights"] = "all"
     """Take this from `load`. all: weights, optimizer, step and samples; weights: the run begins
     at step 0 and sample 0 with a new optimizer, as it always does from a folder of Hugging Face's

@@ -94,6 +94,11 @@ class Checkpoint:
         return self.manifest.step
 
     @property
+    def has_state(self) -> bool:
+        """Whether it has more than weights, so that a run can go on from it."""
+        return any(not name.startswith("model/") for name in self.manifest.entries)
+
+    @property
     def config(self) -> Mapping[str, JsonValue]:
         """The run's configuration by dotted key."""
         return self.manifest.config

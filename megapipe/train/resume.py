@@ -63,7 +63,7 @@ def choose(
     memory: MemoryCopies | None = None,
 ) -> Source:
     """The newest checkpoint in `checkpoints` that is intact, or a newer one in the `memory` of the
-    nodes, else ``checkpoint.load``.
+    nodes, else ``checkpoint.load``, else weights that are in `checkpoints` alone.
 
     Damaged ones are passed over; ``checkpoint.load`` must be intact. Where a launcher has started
     the run again, rank 0 is given `before`: if not 0, checkpoints of so many steps or more are
@@ -112,6 +112,8 @@ def choose(
             _begin_from(config, source, mesh)
         except (CheckpointError, ConfigError) as error:
             raise type(error)(f"checkpoint.load: {error}") from None
+    else:
+        source.weights = found.weights
     return source
 
 
@@ -143,7 +145,7 @@ def _newest_of_all(
             return Newest(copy, skipped, False)
     found = newest_intact(folder, mesh, failed)
     found.skipped.extend(skipped)
-    if copies is not None and found.damaged:
+    if copies is not None and (found.damaged or found.weights is not None):
         above = -1 if found.checkpoint is None else found.checkpoint.step
         copy = copies.newest(above, found.skipped)
         return found if copy is None else found._replace(checkpoint=copy)
@@ -181,11 +183,12 @@ def _take(kind: str, path: Place, config: Config, source: Source, mesh: Parallel
     else:
         found = newest_intact(path, mesh)
         source.skipped += found.skipped
-        if found.checkpoint is None:
+        checkpoint = found.checkpoint or found.weights
+        if config.checkpoint.load_only == "weights":
+            checkpoint = found.weights or found.checkpoint
+        if checkpoint is None:
             raise CheckpointError(f"{path}: no checkpoint is intact: {'; '.join(found.skipped)}")
-        checkpoint = found.checkpoint
-    has_state = any(not entry.startswith("model/") for entry in checkpoint.names())
-    if config.checkpoint.load_only == "all" and has_state:
+    if config.checkpoint.load_only == "all" and checkpoint.has_state:
         source.checkpoint = checkpoint
     else:
         source.weights = checkpoint
@@ -313,27 +316,34 @@ def load_weights(weights: Weights, step: TrainStep, mesh: ParallelMesh) -> None:
 
 
 class Newest(NamedTuple):
-    """The newest checkpoint that is intact, and those that are not."""
+    """The newest checkpoint that is intact and has states, and those that are not."""
 
     checkpoint: Checkpoint | None
     skipped: list[str]
     """Why newer ones were passed over."""
     damaged: bool
     """Some of these could be opened, but have other bytes than were written."""
+    weights: Checkpoint | None = None
+    """The newest of weights alone that is intact, of those that are newer."""
 
 
 def newest_intact(folder: Place, mesh: ParallelMesh, but: Collection[Place] = ()) -> Newest:
     """The newest checkpoint in `folder` that :func:`verified` finds nothing wrong with, of all
-    `but` some."""
+    `but` some, and one of weights alone that is newer."""
     skipped: list[str] = []
-    damaged: set[Place] = set()
-    while (path := _newest(folder, {*but, *damaged}, skipped, mesh)) is not None:
+    passed, damaged = {*but}, False
+    weights: Checkpoint | None = None
+    while (path := _newest(folder, passed, skipped, mesh)) is not None:
         checkpoint, problem = verified(path, mesh)
-        if checkpoint is not None:
-            return Newest(checkpoint, skipped, bool(damaged))
-        skipped.append(problem)
-        damaged.add(path)
-    return Newest(None, skipped, bool(damaged))
+        if checkpoint is None:
+            skipped.append(problem)
+            damaged = True
+        elif checkpoint.has_state:
+            return Newest(checkpoint, skipped, damaged, weights)
+        else:
+            weights = weights or checkpoint
+        passed.add(path)
+    return Newest(None, skipped, damaged, weights)
 
 
 def _failed(folder: Place, before: int, mesh: ParallelMesh) -> list[Place]:

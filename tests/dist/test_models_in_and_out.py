@@ -140,6 +140,35 @@ def test_exports_during_a_run_are_those_of_its_checkpoints(tmp_path: Path) -> No
     AutoModelForCausalLM.from_pretrained(tmp_path / "runs/run/exports" / exports[0])
 
 
+def test_weights_full_checkpoints_and_exports_of_one_run(tmp_path: Path) -> None:
+    """An adopted model's folder is that of the run: its weights begin it and stay, what it saves is
+    gone on from and outdated, and all exports stay."""
+    given = write_folder(tmp_path, "qwen2")
+    del given["checkpoint.load"]
+    adopted, root = tmp_path / "runs/run", tmp_path / "runs/run/checkpoints"
+    command = ["hf-to-megapipe", str(tmp_path / "hf"), str(adopted), "--tokenizer", "byte"]
+    assert main(command) == 0
+    given |= {"checkpoint.every": "1", "checkpoint.keep": "1", "checkpoint.export_every": "1"}
+    (begun,), (went_on,) = run(
+        tmp_path,
+        Play("run", {**given, "train.stop_after": "1"}),
+        Play("run", {**given, "train.stop_after": "4"}),
+        world=1,
+    )
+    assert begun["error"] is went_on["error"] is None
+    assert began_with(tmp_path, "run") == str(root / "step-00000000")
+    for name, region, values in begun["loaded"]:
+        found = Checkpoint.open(root / "step-00000000").read(f"model/{name}", region)
+        assert np.array_equal(values, found.numpy()), name
+    assert (begun["first_step"], went_on["first_step"]) == (0, 1)
+    kept = [f"step-{step:08d}" for step in (0, 3, 4)]
+    assert sorted(path.name for path in root.glob("step-*")) == kept
+    exports = sorted(path.name for path in (adopted / "exports").iterdir())
+    assert exports == [f"step-{step:08d}" for step in range(1, 5)]
+    assert main(["megapipe-to-hf", str(adopted), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert files_of(tmp_path / "out") == files_of(adopted / "exports" / exports[-1])
+
+
 def began_with(folder: Path, name: str) -> str:
     lines = (folder / "runs" / name / "log.jsonl").read_text().splitlines()
     notes = [x["text"] for x in map(json.loads, lines) if x["kind"] == "note"]

@@ -48,5 +48,6 @@ def _row(path: Place) -> tuple[str, ...]:
         checkpoint = Checkpoint.open(path)
     except CheckpointError as error:
         return path.name, written(path), "-", "-", f"damaged: {error}"
+    kind = "sound" if checkpoint.has_state else "sound, weights alone"
     size = size_of(sum(record.bytes for record in checkpoint.manifest.files.values()))
-    return path.name, written(path), size, layout_of(checkpoint), "sound"
+    return path.name, written(path), size, layout_of(checkpoint), kind

@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from megapipe.checkpoint.background import Background
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import Committed
+from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.retention import outdated, remove
 from megapipe.checkpoint.storage import Place
 from megapipe.checkpoint.writer import save
 from megapipe.data.sources import Sources
+from megapipe.errors import CheckpointError
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.validation import is_due
 from megapipe.train.checkpoint_io import Content
@@ -23,7 +25,8 @@ from megapipe.train.totals import Wishes
 
 
 class Saving(Callback):
-    """Saves into the run folder, and deletes older checkpoints there (``checkpoint.keep``).
+    """Saves into the run folder, and deletes older checkpoints there (``checkpoint.keep``), but for
+    those of weights alone, which no run saves.
 
     `clock` says when a checkpoint is due by time: that of rank 0 decides. `sound` are checkpoints
     of earlier starts that have been verified; those that have `failed` do not count as kept. With
@@ -51,7 +54,7 @@ class Saving(Callback):
         self.newest: Place | None = None
         """The checkpoint that was saved last."""
         self._sound = {**dict.fromkeys(sound, True), **dict.fromkeys(failed, False)}
-        """Whether checkpoints are as they were written, of those that were looked at."""
+        """Whether checkpoints can be gone on from, of those that were looked at."""
         self._unproven: int | None = None
         """The step of the checkpoint that was saved last, if no finite step has followed it."""
         self._lasted: float | None = None
@@ -184,7 +187,7 @@ class Saving(Callback):
         def is_sound(path: Place) -> bool:
             if path not in self._sound:
                 checkpoint, problem = verified(path, mesh)
-                self._sound[path] = checkpoint is not None
+                self._sound[path] = checkpoint is not None and checkpoint.has_state
                 if checkpoint is None:
                     run.note(f"a damaged checkpoint, which does not count as kept: {problem}")
             return self._sound[path]
@@ -198,8 +201,17 @@ class Saving(Callback):
         unneeded = outdated(paths, run.config.checkpoint.keep, self.newest, is_sound)
         old = [path for path in unneeded if path not in always]
         if old and mesh.rank == 0:
-            for problem in remove(self.checkpoints, old).problems:
+            own = [path for path in old if not _has_weights_alone(path)]
+            for problem in remove(self.checkpoints, own).problems:
                 run.note(problem)
+
+
+def _has_weights_alone(path: Place) -> bool:
+    """Whether nothing but weights was put there; not where it is damaged."""
+    try:
+        return not Checkpoint.open(path).has_state
+    except CheckpointError:
+        return False
 
 
 class Clock:

@@ -49,6 +49,16 @@ def test_the_list_shows_all_and_what_is_wrong_with_them(tmp_path, capsys):
     assert "names step-00000099, which is not there" in out_of(capsys, "list", root)
 
 
+def test_the_list_tells_weights_alone_from_what_a_run_can_go_on_from(tmp_path, capsys):
+    save_state(tmp_path, tensors())
+    save_state(tmp_path, {k: v for k, v in tensors().items() if k.startswith("model/")}, step=2)
+    lines = out_of(capsys, "list", tmp_path).splitlines()
+    assert [line.partition("tp 1")[2].strip() for line in lines[1:3]] == [
+        "sound",
+        "sound, weights alone",
+    ]
+
+
 def test_verify_reads_every_byte_of_all(tmp_path, capsys):
     paths = [save_alone(tmp_path, step) for step in (1, 2, 3)]
     assert out_of(capsys, "verify", tmp_path).count(": sound, 1 file") == 3

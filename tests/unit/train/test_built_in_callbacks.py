@@ -15,7 +15,9 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
+import torch
 
+from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, save, whole
 from megapipe.data.build import HeldOutBatches
 from megapipe.errors import ConfigError
 from megapipe.observe import samples
@@ -341,6 +343,10 @@ def test_checkpoints_are_due_by_steps_by_the_clock_and_at_the_end(tmp_path: Path
     assert saved == [(2, False), (4, True), (STEPS, True)]
 
 
+WHOLE = SimpleNamespace(has_state=True)
+"""In the place of a checkpoint that is intact."""
+
+
 def made(root: Path, *, step: int, **given: Any) -> Path:
     """In the place of a save: an empty folder."""
     path = root / f"step-{step:08d}"
@@ -354,7 +360,7 @@ def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path:
 
     def verified(path: Path, mesh: Any) -> tuple[Any, str]:
         looked.append(path.name[-1])
-        return (None, f"{path} is damaged") if path.name[-1] in damaged else (path, "")
+        return (None, f"{path} is damaged") if path.name[-1] in damaged else (WHOLE, "")
 
     def kept() -> str:
         return "".join(sorted(path.name[-1] for path in folder.checkpoints.glob("step-*")))
@@ -432,12 +438,35 @@ def test_checkpoints_of_every_so_many_steps_stay(tmp_path: Path) -> None:
         content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
     )
     saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
-    patches = {"verified": lambda path, mesh: (path, ""), "save": made}
+    patches = {"verified": lambda path, mesh: (WHOLE, ""), "save": made}
     with mock.patch.multiple(callback_saving, **patches):
         for step in range(1, 8):
             saving.after_step(run, turn(step, save=True, results=[result(step)]))
         saving.after_step(run, turn(8, results=[result(8)]))
     assert {path.name[-1] for path in folder.checkpoints.glob("step-*")} == {"4", "7"}
+
+
+def test_weights_alone_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
+    meta = Meta(run_id="a", layout={}, coordinates={}, config={})
+    pieces = [Piece("model/a", (2,), whole((2,)), torch.ones(2))]
+    for step in (1, 8, 9):
+        save(folder.checkpoints, step=step, pieces=pieces, meta=meta, group=Alone())
+
+    def verified(path: Path, mesh: Any) -> tuple[Any, str]:
+        return (Checkpoint.open(path) if path.name[-1] in "189" else WHOLE), ""
+
+    run = standing_run(
+        tmp_path,
+        settings={"checkpoint": {"keep": 1}},
+        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
+    )
+    saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
+    with mock.patch.multiple(callback_saving, verified=verified, save=made):
+        for step in range(2, 6):
+            saving.after_step(run, turn(step, save=True, results=[result(step)]))
+        saving.after_step(run, turn(6, results=[result(6)]))
+    assert {path.name[-1] for path in folder.checkpoints.glob("step-*")} == set("1589")
 
 
 @pytest.mark.parametrize("taken", [-1, 10])
