@@ -84,7 +84,7 @@ class Shard:
     def point_at(self, whole: Tensor) -> None:
         """Let the next update write its weights into `whole`, a flat array of the bucket's size;
         the masters have memory of their own."""
-        assert self.store.own_master
+        assert self.store.own_master, "the masters of these weights are no others"
         self.weights = self.store.weights = whole[self.start : self.stop]
 
     def local(self, start: int, stop: int) -> slice:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.testing import World, run_world
+from megapipe.testing import World, WorldError, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import reference, stopped_runs
 from tests.parity.cases import Case, Rows, configure
 from tests.parity.outcome import Parts, assemble, own_values
+from tests.parity.stale_faults import filled_with_the_newest_versions
 from tests.parity.stale_ranks import begun, same_parts
 from tests.parity.stopped_runs import Play
 
@@ -104,7 +105,9 @@ def stop_and_go(world: World, case: Case, folder: Path, saved: Collection[int]) 
         assert step.streaming.continues
         later = [each for each in saved if each > number]
         found = train(step, case, number, later, folder / f"from {number}")
-        assert found == {i: losses[i] for i in range(number, case.steps)}, number
+        assert found == {i: losses[i] for i in range(number, case.steps)}, (
+            f"losses after {number} steps"
+        )
         same_parts(own_values(step.optimizer), values)
 
 
@@ -117,6 +120,16 @@ def test_a_run_goes_on_to_the_bit_wherever_it_was_stopped(name: str, tmp_path: P
     case = KEPT[name]
     saved = range(1, STEPS) if case.in_process else (1, 2, 5)
     run_world(case.world, stop_and_go, case, tmp_path, list(saved))
+
+
+def fill_anew(world: World, case: Case, folder: Path) -> None:
+    with filled_with_the_newest_versions():
+        stop_and_go(world, case, folder, [3])
+
+
+def test_a_fill_with_the_newest_versions_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match="losses after 3 steps"):
+        run_world(1, fill_anew, KEPT["stash"], tmp_path)
 
 
 LAYOUTS = {"dp 2, pp 2": {"dp": 2, "pp": 2}, "tp 2, pp 2": {"tp": 2, "pp": 2}, "pp 4": {"pp": 4}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
 from typing import Any
 from unittest import mock
@@ -14,11 +14,14 @@ from torch import Tensor
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.flow import Flow
 from megapipe.layers.weight_grad import main_grad
+from megapipe.optim import optimizer
 from megapipe.optim import shard as shard_of_a_bucket
 from megapipe.optim.link import Link
+from megapipe.optim.look_ahead import predict
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.rules.rule import Rule
 from megapipe.optim.shard import Shard
-from megapipe.optim.state_store import VELOCITY
+from megapipe.optim.state_store import MASTER, VELOCITY
 from megapipe.optim.velocity import move_back
 from megapipe.optim.versions import Versions
 from megapipe.schedule.ir import Op, Read
@@ -35,14 +38,18 @@ _use = Versions.use
 
 
 def a_version_too_old() -> Patch:
-    def wrong(self: Versions, version: int) -> None:
-        _use(self, version if version == self.newest else version - 1)
+    """Where there is an older one."""
+
+    def wrong(self: Versions, version: int, *ahead: Fraction) -> None:
+        _use(self, max(version - 1, self.newest + 1 - len(self.weights)), *ahead)
 
     return mock.patch.object(Versions, "use", wrong)
 
 
 def forwards_read_the_newest() -> Patch:
-    return mock.patch.object(Versions, "use", lambda self, version: _use(self, self.newest))
+    return mock.patch.object(
+        Versions, "use", lambda self, version, *ahead: _use(self, self.newest, *ahead)
+    )
 
 
 def _policy(name: str, reads: Callable[[Lists, Op], Read], **more: Any) -> Patch:
@@ -58,8 +65,8 @@ def stages_read_what_is_newest_to_themselves() -> Patch:
 
 
 def a_buffer_is_written_while_it_has_readers() -> Patch:
-    def wrong(self: Versions, version: int) -> None:
-        _use(self, max(version, self.newest + 1 - len(self.weights)))
+    def wrong(self: Versions, version: int, *ahead: Fraction) -> None:
+        _use(self, max(version, self.newest + 1 - len(self.weights)), *ahead)
 
     kept = streaming.versions_kept
 
@@ -81,9 +88,9 @@ def parameters_stay_where_the_forward_pointed_them() -> Patch:
     """As if a backward needed no version of its own."""
     last: dict[int, int] = {}
 
-    def wrong(self: Versions, version: int) -> None:
+    def wrong(self: Versions, version: int, *ahead: Fraction) -> None:
         if last.get(id(self), -1) <= version:
-            _use(self, version)
+            _use(self, version, *ahead)
         last[id(self)] = version
 
     return mock.patch.object(Versions, "use", wrong)
@@ -134,6 +141,31 @@ def an_update_is_lost() -> Patch:
 
     def wrong(self: Optimizer, shards: Any, lr: float, factor: float, count: int) -> None:
         step(self, shards, 0.0 if count == 4 else lr, factor, count)
+
+    return mock.patch.object(Optimizer, "_step", wrong)
+
+
+def an_update_is_late() -> Patch:
+    """Made together with the next one."""
+    step = Optimizer._step
+    late: dict[tuple[int, int], tuple[list[Tensor], float, float]] = {}
+
+    def wrong(self: Optimizer, shards: Any, lr: float, factor: float, count: int) -> None:
+        key = id(self), shards[0].bucket.index
+        grads = [shard.grad.clone() for shard in shards]
+        if count == 4:
+            late[key] = grads, lr, factor
+            for shard in shards:
+                predict(self.rule, shard, 0.0, 0, shard.weights)
+            return
+        if count == 5:
+            before, *given = late[key]
+            for shard, grad in zip(shards, before, strict=True):
+                shard.grad.copy_(grad)
+            step(self, shards, *given, 4)
+            for shard, grad in zip(shards, grads, strict=True):
+                shard.grad.copy_(grad)
+        step(self, shards, lr, factor, count)
 
     return mock.patch.object(Optimizer, "_step", wrong)
 
@@ -228,15 +260,20 @@ def both_ends_count_a_tied_weight_in_the_norm() -> Patch:
 
 
 def the_copy_is_taken_while_it_is_read() -> Patch:
-    """New weights are received into the version that forwards of the window still read."""
+    """New weights are received into the version that forwards of the window still read; what is
+    there until they have come is not defined."""
     receive = Link.receive_weights
     before: dict[int, Tensor] = {}
 
     def wrong(self: Link, whole: Tensor) -> Any:
         old, before[id(self)] = before.get(id(self), whole), whole
-        receive(self, old)()
-        whole.copy_(old)
-        return lambda: None
+        wait = receive(self, old.zero_())
+
+        def taken() -> None:
+            wait()
+            whole.copy_(old)
+
+        return taken
 
     return mock.patch.object(Link, "receive_weights", wrong)
 
@@ -276,6 +313,36 @@ def moved_ahead() -> Patch:
     return mock.patch.object(
         streaming, "move_back", lambda shard, updates, out: move_back(shard, -updates, out)
     )
+
+
+def predicted_as_for_the_window_before() -> Patch:
+    before: dict[int, Tensor] = {}
+
+    def wrong(rule: Rule, shard: Shard, distance: float, count: int, out: Tensor) -> None:
+        predict(rule, shard, distance, count, out)
+        now = out.clone()
+        out.copy_(before.get(id(shard), now))
+        before[id(shard)] = now
+
+    return mock.patch.object(streaming, "predict", wrong)
+
+
+def masters_look_ahead() -> Patch:
+    def wrong(rule: Rule, shard: Shard, distance: float, count: int, out: Tensor) -> None:
+        predict(rule, shard, distance, count, out)
+        shard.store.read(MASTER, 0, shard.stop - shard.start).copy_(out)
+
+    return mock.patch.object(optimizer, "predict", wrong)
+
+
+def validation_looks_ahead() -> Patch:
+    return mock.patch.object(Optimizer, "true_weights", return_value=nullcontext())
+
+
+def filled_with_the_newest_versions() -> Patch:
+    """A run that goes on leaves those of its checkpoint that forwards in flight have read."""
+    begin = Versions.begin
+    return mock.patch.object(Versions, "begin", lambda self, version, older=0: begin(self, version))
 
 
 def annealed_by_the_staleness_of_another_stage() -> Patch:
@@ -357,7 +424,7 @@ def a_stage_is_updated_when_its_first_rank_is_through() -> Patch:
 STASH = (
     *(a_version_too_old, forwards_read_the_newest, backwards_read_the_newest),
     *(a_buffer_is_written_while_it_has_readers, parameters_stay_where_the_forward_pointed_them),
-    *(gradients_are_not_forgotten, an_update_is_made_twice, an_update_is_lost),
+    *(gradients_are_not_forgotten, an_update_is_made_twice, an_update_is_late, an_update_is_lost),
     *(bias_is_corrected_by_another_count, the_learning_rate_is_of_another_window),
     *(a_loss_is_given_to_another_step, weights_are_their_own_masters_after_all),
     what_is_in_flight_keeps_its_numbers,
@@ -385,8 +452,17 @@ IN_TURNS = (
 """Noticed where a stage has two ranks, in processes."""
 IN_ONE_PROCESS = (a_stage_is_updated_when_its_first_rank_is_through,)
 """Noticed where a process runs both."""
+PREDICT = (predicted_as_for_the_window_before,)
+LOOK_AHEAD = (masters_look_ahead, validation_looks_ahead)
+"""Noticed where weights are ahead of their masters, with a validation behind each step."""
 VERTICAL = (stages_read_what_is_newest_to_themselves,)
 DOUBLE_BUFFER = (
     *(gradients_go_into_the_next_window, clipped_by_the_norm_of_the_stage),
     *(clipped_by_the_norm_of_the_window_before, gradients_of_norms_go_into_the_window_before),
 )
+LEADS_TO = {
+    weights_are_their_own_masters_after_all: "the masters of these weights are no others",
+    what_is_in_flight_keeps_its_numbers: r"KeyError\(\(0, 0\)\)",
+    a_stage_is_updated_when_its_first_rank_is_through: "version 0, the newest is 2",
+}
+"""The errors of those that no comparison has to notice."""

@@ -26,6 +26,7 @@ from tests.parity.cases import (
     validation_samples,
 )
 from tests.parity.dropout_noise import noise_of
+from tests.parity.expected import validation
 from tests.parity.outcome import (
     Parts,
     assemble,
@@ -204,10 +205,15 @@ def stages_of(outcomes: Sequence[StaleOutcome]) -> dict[str, int]:
 def check_stale(
     case: Case, outcomes: Sequence[StaleOutcome], *, pauses: Sequence[int] = ()
 ) -> None:
-    """Loss, norm and every gradient of each window, and after each every master and state."""
+    """Loss, norm and every gradient of each window, and after each every master and state; with the
+    masters the loss of each validation."""
     stage_of = stages_of(outcomes)
     windows = expected_windows(case, stage_of)
     assert windows[-1].loss != windows[0].loss
+    for each in outcomes:
+        for number, loss in each.validation.items():
+            wanted = validation(case, windows[number].params).exact
+            _close(f"validation {number}", loss, wanted)
     for number, window in enumerate(windows):
         for each in outcomes:
             _close(f"loss {number}", each.losses[number], window.loss)
