@@ -51,7 +51,8 @@ def stream(order: Order, policy: Policy) -> Stream:
     """The stream of an order under a policy.
 
     Raises:
-        ScheduleError: they do not go together, or the windows are too short for them.
+        ScheduleError: they do not go together, the windows are too short for them, or the policy
+            does not say the same of all windows.
     """
     if order.name not in policy.orders:
         raise ScheduleError(
@@ -65,29 +66,54 @@ def stream(order: Order, policy: Policy) -> Stream:
             f"so it needs at least as many, not {window}"
         )
     segment = tuple(_with_updates(ops, window, late=policy.late) for ops in order.segment)
-    steady = 2 * _ahead((*order.fill, *segment), window) + 2  # all windows from here on are alike
+    ahead = _ahead((*order.fill, *segment), window)
+    steady = 2 * ahead + 2  # all windows from here on are to be alike
     lists = [
         _unrolled(*parts, window, 2 * steady) for parts in zip(order.fill, segment, strict=True)
     ]
     known = Lists(lists, window)
+    absolute = [{op: _absolute(known, policy, op) for op in ops} for ops in lists]
 
-    def relative(ops: tuple[Op, ...]) -> tuple[Read, ...]:
-        """The weights that operations read, counted from those that their window changes."""
-        reads = (_absolute(known, policy, moved(op, steady, window)) for op in ops)
-        return tuple(read._replace(version=read.version - steady) for read in reads)
+    def relative(rank: int, ops: tuple[Op, ...], number: int = steady) -> tuple[Read, ...]:
+        """The weights that operations read in a window, counted from those that it changes."""
+        reads = (absolute[rank][moved(op, number, window)] for op in ops)
+        return tuple(read._replace(version=read.version - number) for read in reads)
 
-    kept = [max(weights_kept(ops, [_absolute(known, policy, op) for op in ops])) for ops in lists]
+    segment_reads = tuple(relative(rank, ops) for rank, ops in enumerate(segment))
+    for rank, (ops, wanted) in enumerate(zip(segment, segment_reads, strict=True)):
+        for number in range(steady + 1, 2 * steady - ahead):
+            _check_alike(policy, rank, ops, wanted, relative(rank, ops, number), number - steady)
+    kept = [max(weights_kept(ops, [*of.values()])) for ops, of in zip(lists, absolute, strict=True)]
     return Stream(
         name=f"{order.name}, {policy.name}",
         placement=order.placement,
         microbatches=window,
         policy=policy,
         fill=order.fill,
-        fill_reads=tuple(map(relative, order.fill)),
+        fill_reads=tuple(relative(rank, ops) for rank, ops in enumerate(order.fill)),
         segment=segment,
-        segment_reads=tuple(map(relative, segment)),
+        segment_reads=segment_reads,
         kept=tuple(kept),
     )
+
+
+def _check_alike(
+    policy: Policy,
+    rank: int,
+    ops: tuple[Op, ...],
+    wanted: tuple[Read, ...],
+    found: tuple[Read, ...],
+    later: int,
+) -> None:
+    """Refuse a policy by which a segment does not read the same some windows `later`."""
+    for place, (op, first, second) in enumerate(zip(ops, wanted, found, strict=True)):
+        if first != second:
+            raise ScheduleError(
+                f"weights {policy.name}: rank {rank}, op {place} of a window ({op}): it reads "
+                f"version {first} of stage {op.stage}, counted from the one that its window "
+                f"changes, and {second} {later} {'window' if later == 1 else 'windows'} later; "
+                "all windows are to be alike"
+            )
 
 
 def finite(stream: Stream, windows: int) -> Schedule:

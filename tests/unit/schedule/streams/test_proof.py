@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -14,13 +14,41 @@ from megapipe.schedule.ir import Kind, Op, Read, Schedule, pack, packed, unpack
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.streams.meetings import check_meetings
 from megapipe.schedule.streams.orders import build
-from megapipe.schedule.streams.policies import ALTERNATING, POLICIES, policy
+from megapipe.schedule.streams.policies import ALTERNATING, POLICIES, Lists, Policy, policy
 from megapipe.schedule.streams.stream import finite, stream
 from megapipe.schedule.text import from_csv, to_csv
 from tests.unit.schedule.streams.version_game import play_versions
 
 Step = tuple[Op, Read]
 Change = Callable[[list[Step]], object]
+
+
+def split(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The schedule with backwards in two parts, of which the second waits for a while, but not for
+    longer than its window, and with recomputations ahead of backwards."""
+    assert schedule.updates is not None
+    ops, reads = [], []
+    for rank, own in enumerate(schedule.updates.reads):
+        steps: list[Step] = []
+        waiting: list[Step] = []
+        for op, read in zip(schedule.rank_ops(rank), own, strict=True):
+            if op.kind == Kind.U or (op.kind == Kind.B and rng.random() < 0.4):
+                steps += waiting
+                waiting = []
+            if op.kind == Kind.B:
+                steps += [(op._replace(kind=Kind.R), read)] * rng.randrange(2)
+                if rng.random() < 0.7:
+                    waiting.append((op._replace(kind=Kind.W), read))
+                    op = op._replace(kind=Kind.I)
+            steps.append((op, read))
+        ops.append(packed(pack(*op) for op, _ in steps + waiting))
+        reads.append(tuple(read for _, read in steps + waiting))
+    return replace(
+        schedule,
+        ops=tuple(ops),
+        recompute=frozenset(range(schedule.placement.stages)),
+        updates=replace(schedule.updates, reads=tuple(reads)),
+    )
 
 
 def stashed(weights: str = "stash", m: int = 2, windows: int = 3) -> Schedule:
@@ -133,6 +161,27 @@ def test_mistakes(name: str) -> None:
         validate(changed(stashed(), rank, change))
 
 
+def test_parts_of_a_backward_read_what_its_forward_read() -> None:
+    whole = split(stashed(windows=4), random.Random(6))
+    validate(whole)
+    assert {op.kind for op in whole.rank_ops(0)} == set(Kind)
+    for text in last_of_each_kind(whole.rank_ops(0)):
+        number = int(text[2:])
+        said = rf"\({text}\): it reads version 0 of stage 0, 0F{number} has read [1-9]"
+        with pytest.raises(ScheduleError, match=said):
+            validate(changed(whole, 0, reading(text, Read(0))))
+    where = at([(op, Read(0)) for op in whole.rank_ops(0)], "0U2")
+    last = max(n for n, op in enumerate(whole.rank_ops(0)) if op.kind == Kind.W and n < where)
+    with pytest.raises(ScheduleError, match=r"\(0U2\): it stands before 1 of the window's"):
+        validate(changed(whole, 0, lambda s: s.insert(where, s.pop(last))))
+
+
+def last_of_each_kind(ops: list[Op]) -> Iterator[str]:
+    """The last operation of each kind of part."""
+    for kind in (Kind.I, Kind.W, Kind.R):
+        yield str([op for op in ops if op.kind == kind][-1])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -159,6 +208,26 @@ def test_ranks_of_a_stage_that_meet_must_not_wait_for_each_other() -> None:
     validate(schedule)
     with pytest.raises(ScheduleError, match=r"rank 1 at 1F8, rank 2 at 1B5, rank 3 at 2F8 wait"):
         check_meetings(schedule)
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        (2, r"op 0 of a window \(0F1\): it reads version -1 .*, and 0 1 window later"),
+        (5, r"op 0 of a window \(0F1\): it reads version 0 .*, and -1 1 window later"),
+        (7, r"op 2 of a window \(0F2\): it reads version 0 .*, and -1 2 windows later"),
+    ],
+)
+def test_windows_that_are_not_alike_are_refused(turns: int, said: str) -> None:
+    """By a policy that reads an older version in one of so many windows."""
+
+    def odd(lists: Lists, op: Op) -> Read:
+        forward = lists.forward(op)
+        older = lists.window_of(op) % turns == 0
+        return Read(max(0, lists.newest(forward) - older))
+
+    with pytest.raises(ScheduleError, match=rf"weights odd: rank 0, {said}"):
+        stream(build("1f1b", 2, 2), Policy("odd", odd))
 
 
 def test_updates_without_windows() -> None:
@@ -204,6 +273,7 @@ def refusal(schedule: Schedule) -> str | None:
 def compare_with_game(seeds: range) -> tuple[int, int]:
     """Valid ones and invalid ones."""
     right = wrong = 0
+    kinds: set[Kind] = set()
     for seed in seeds:
         rng = random.Random(seed)
         name = rng.choice(list(POLICIES))
@@ -215,11 +285,16 @@ def compare_with_game(seeds: range) -> tuple[int, int]:
             )
         except ScheduleError:
             continue
-        schedule = disturbed(finite(given, rng.randrange(1, 4)), rng)
+        schedule = finite(given, rng.randrange(1, 4))
+        if rng.random() < 0.5:
+            schedule = split(schedule, rng)
+        schedule = disturbed(schedule, rng)
+        kinds.update(op.kind for rank in range(p) for op in schedule.rank_ops(rank))
         fault = play_versions(schedule)
         said = refusal(schedule)
         assert (fault is None) == (said is None), (seed, fault, said)
         right, wrong = right + (said is None), wrong + (said is not None)
+    assert kinds == set(Kind)
     return right, wrong
 
 
