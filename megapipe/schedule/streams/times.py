@@ -1,5 +1,6 @@
 """Times of a stream by window."""
 
+from math import lcm
 from typing import NamedTuple
 
 from megapipe.schedule.cost import Cost, Time, ratio
@@ -8,7 +9,7 @@ from megapipe.schedule.streams.stream import Stream, finite
 from megapipe.schedule.timing.simulate import simulate
 
 STEADY = 4
-"""Windows over which the time of one is measured, beyond those in which a stream fills."""
+"""Windows, at least, over which the time of one is measured, behind those in which it fills."""
 
 
 class WindowTimes(NamedTuple):
@@ -26,7 +27,7 @@ def window_times(stream: Stream, cost: Cost | None = None) -> WindowTimes:
     """Times of a stream, simulated until it is steady; default costs as for
     :func:`~megapipe.schedule.timing.simulate.simulate`."""
     begin = stream.ahead + 2
-    end = begin + STEADY
+    end = begin + _whole_turns(stream)
     windows = end + stream.ahead + 2
     timeline = simulate(finite(stream, windows), cost)
     ends = {
@@ -40,3 +41,10 @@ def window_times(stream: Stream, cost: Cost | None = None) -> WindowTimes:
         fill=max(starts[0] for starts in timeline.starts) - timeline.begin,
         pause=timeline.makespan - windows * window,
     )
+
+
+def _whole_turns(stream: Stream) -> int:
+    """Windows to measure. Where messages take time, as many micro-batches as there are ranks go
+    around together, and a window may end anywhere among them: so these are whole turns."""
+    turn = lcm(stream.placement.ranks, stream.microbatches) // stream.microbatches
+    return -(-STEADY // turn) * turn

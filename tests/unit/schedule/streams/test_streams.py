@@ -111,6 +111,28 @@ def test_all_closed_forms(order: str, p: int, m: int, a: int) -> None:
     check_closed_forms(order, p, m, a)
 
 
+def check_times(order: str, p: int, m: int, a: int) -> None:
+    given = make(order, "stash", p, m, a)
+    assert window_times(given, Cost(F=2, B=3)) == (5 * m, 2 * (p - 1), 5 * (p - 1))
+    apart, pair = Fraction(1, 10), 3
+    shown = Fraction(2 * apart, pair) * Fraction(p - 1, p) if order == "1f1b" else 0
+    assert window_times(given, Cost(latency=apart)).window == m * pair * (1 + shown)
+    if m > LEADS[order] * (p - 1) + a:
+        late = make(order, "double_buffer", p, m, a)
+        assert window_times(late, Cost(F=2, B=3)).window == 5 * m
+
+
+@pytest.mark.parametrize(("order", "p", "m", "a"), [*small()])
+def test_times(order: str, p: int, m: int, a: int) -> None:
+    check_times(order, p, m, a)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "p", "m", "a"), [*whole()])
+def test_all_times(order: str, p: int, m: int, a: int) -> None:
+    check_times(order, p, m, a)
+
+
 @pytest.mark.parametrize(
     ("m", "weights", "table"),
     [
@@ -135,8 +157,7 @@ def test_published_predictions() -> None:
     assert ahead == [[3, 2, 2, 1], [0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 1), (2, 4), (3, 3), (4, 3), (4, 8), (8, 8)])
-def test_two_groups(p: int, m: int) -> None:
+def check_two_groups(p: int, m: int) -> None:
     given = make("two_group", "double_group", p, m)
     schedule = finite(given, 5)
     validate(schedule)
@@ -148,6 +169,18 @@ def test_two_groups(p: int, m: int) -> None:
     if m >= p:
         for b in (1, 2, 3):
             assert window_times(given, Cost(F=1, B=b)).window == 2 * m * (1 + b), "no idle time"
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 1), (2, 4), (3, 3), (4, 3), (4, 8), (8, 8)])
+def test_two_groups(p: int, m: int) -> None:
+    check_two_groups(p, m)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", range(1, 9))
+def test_all_two_groups(p: int) -> None:
+    for m in range(max(1, p - 1), 2 * p + 1):
+        check_two_groups(p, m)
 
 
 def test_windows_of_two_groups_that_are_too_short() -> None:
