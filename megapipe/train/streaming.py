@@ -176,6 +176,10 @@ class Streaming:
         forwards in flight have read were loaded, or are not needed."""
         return bool(self._older) or not self._stream.policy.follows or self._begins_empty
 
+    def forgets(self, steps: int) -> bool:
+        """Whether forwards in flight after so many steps are run again if these are saved."""
+        return not self._stream.policy.follows and steps > self._synchronous
+
     @property
     def _begins_empty(self) -> bool:
         """Whether nothing is in flight, after the steps so far, in a run that did not stop."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
+from megapipe.layers.parameter import spec_of
 from megapipe.testing import World, run_world
+from megapipe.train.judge import Unsound
 from tests.parity import stale_faults
-from tests.parity.cases import Case
-from tests.parity.stale_ranks import StaleOutcome, check_stale, run_stale
+from tests.parity.cases import Case, Rows
+from tests.parity.outcome import Parts, own_values
+from tests.parity.stale_ranks import StaleOutcome, begun, check_stale, run_stale, same_parts
 
 STASH = Case(
     weights="stash",
@@ -112,3 +118,40 @@ def test_a_fault_is_noticed(name: str, fault: str, outcomes: list[Found]) -> Non
     assert len(runs) == CASES[name].world, f"an error, not a difference: {found}"
     with pytest.raises(AssertionError, match=r": .+, |: off by |: expected "):
         check_stale(CASES[name], runs)
+
+
+def with_a_gradient_that_is_not_finite(world: World, case: Case, stage: int) -> None:
+    """That of window 3; the update by it is not made."""
+    step, rows = begun(world, case), Rows(case)
+    finish, through = step.optimizer.finish_stage, Counter[int]()
+
+    def poisoned(index: int) -> Tensor:
+        through[index] += 1
+        if (index, through[index]) == (stage, 4):
+            step.optimizer.shards_of(index)[0].bucket.grads[0][0] = math.inf
+        return finish(index)
+
+    step.optimizer.finish_stage = poisoned  # type: ignore[method-assign]
+    names = {spec_of(each).name for each in step.modules[stage].parameters()}
+
+    def masters() -> dict[str, Parts]:
+        parts = own_values(step.optimizer)["model"]
+        return {"model": [part for part in parts if part[0] in names]}
+
+    late = case.weights == "double_buffer"
+    for i in range(3 + late):
+        step.train(i, rows)
+    before = masters()
+    said = f"gradients of stage {stage} are not finite"
+    if late:
+        said = rf".*\(gradients of stages {stage}\): not finite"
+    with pytest.raises(Unsound, match=f"step 4: {said}"):
+        step.train(3 + late, rows)
+    assert before["model"]
+    same_parts(before, masters())
+
+
+@pytest.mark.parametrize("name", ["stash", "double_buffer"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_is_not_finite_ends_the_run_before_its_update(name: str, stage: int) -> None:
+    run_world(1, with_a_gradient_that_is_not_finite, CASES[name], stage)

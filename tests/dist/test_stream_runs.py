@@ -73,12 +73,22 @@ def test_a_run_takes_each_sample_once_and_may_stop_in_between(name: str, tmp_pat
     start(parts, {**given, "train.stop_after": "4"})
     told = start(parts, given)
     assert "resumed from" in told
+    assert "runs the forwards in flight again" not in told
     assert "filled anew" not in told
     assert losses(whole).items() <= losses(parts).items(), "which validates where it stops, too"
     for folder in (whole, parts):
         taken = read_samples(folder / "runs/run")
         assert [len(samples) for samples in taken.steps.values()] == [4] * 7
         assert check(taken)[0].startswith("steps 1 to 7 took samples 0 to 27 of the run")
+
+
+def test_a_checkpoint_that_changes_the_run_is_told(tmp_path: Path) -> None:
+    """One that is not due by its number, as where the run is asked to stop."""
+    given, folder = RUNS["correct, at first synchronous"], tmp_path / "run"
+    line = "pipeline.weights=correct runs the forwards in flight again behind it"
+    assert line not in start(folder, {**given, "train.stop_after": "3"}), "nothing is in flight"
+    told = start(folder, {**given, "train.stop_after": "5"})
+    assert f"the checkpoint of step 5 is one beside those of checkpoint.every=2: {line}" in told
 
 
 def test_another_policy_goes_on_with_a_line(tmp_path: Path) -> None:
@@ -90,4 +100,4 @@ def test_another_policy_goes_on_with_a_line(tmp_path: Path) -> None:
 
 def test_gradients_that_are_not_finite_end_the_run_before_their_update(tmp_path: Path) -> None:
     text = start(tmp_path / "run", {**STASH, "optimizer.lr": "1e30", "optimizer.clip": "null"}, 6)
-    assert "not finite" in text
+    assert "step 2: gradients of stage 1 are not finite" in text

@@ -92,7 +92,19 @@ class Saving(Callback):
             step.unsaved = self._too_late(run) or ""
         if (step.save or step.stop) and not step.unsaved:
             run.check_settled()
+            self._note_irregular(run, step.number)
             self.save(run, step.number, wait=step.last or step.stop)
+
+    def _note_irregular(self, run: Run, step: int) -> None:
+        """Tell where a checkpoint that is not due by number changes a run without a flush."""
+        streaming, every = run.train_step.streaming, run.config.checkpoint.every
+        regular = is_due(every, step) or step == run.config.train.steps
+        if streaming is not None and streaming.forgets(step) and not regular:
+            run.note(
+                f"the checkpoint of step {step} is one beside those of checkpoint.every={every}: "
+                f"pipeline.weights={run.config.pipeline.weights} runs the forwards in flight again "
+                "behind it, so this run is not to the bit one that does not save here"
+            )
 
     def _too_late(self, run: Run) -> str | None:
         """Why a save would not be over in ``checkpoint.grace_s``, on all ranks alike; None: it
