@@ -8,7 +8,7 @@ from megapipe.layout.checks import check_direction
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.streams.load import load_stream
 from megapipe.schedule.streams.meetings import check_meetings
-from megapipe.schedule.streams.orders import build
+from megapipe.schedule.streams.orders import build, least_window
 from megapipe.schedule.streams.policies import POLICIES
 from megapipe.schedule.streams.stream import Stream, finite
 from megapipe.words import either
@@ -55,12 +55,19 @@ def stream_of(config: Config, microbatches: int) -> Stream | None:
     if pipeline.weights == "predict":
         check_direction(config, where)
     ranks, advance = config.parallel.pp, pipeline.advance or 0
+    rows, least = train.global_batch // microbatches, least_window(pipeline.schedule, ranks)
+    if microbatches < least:
+        raise ConfigError(
+            f"{where}: {pipeline.schedule} on {ranks} ranks needs steps of at least {least} "
+            f"micro-batches, not {microbatches}: expected a train.global_batch of at least "
+            f"{least * rows}"
+        )
     try:
         order = build(
             pipeline.schedule, ranks, microbatches, advance=advance, replicas=pipeline.replicas
         )
         if POLICIES[pipeline.weights].late and order.ahead > microbatches:
-            rows, turns = train.global_batch // microbatches, len(order.placement.table)
+            turns = len(order.placement.table)
             least = -(-order.ahead // turns) * turns
             raise ConfigError(
                 f"{where}: {order.ahead} micro-batches are in flight ahead of a step, which has "

@@ -111,9 +111,10 @@ def two_group(ranks: int, microbatches: int) -> Order:
     Raises:
         ScheduleError: fewer micro-batches than ranks - 1.
     """
-    if microbatches < ranks - 1:
+    least = least_window("two_group", ranks)
+    if microbatches < least:
         raise ScheduleError(
-            f"schedule two_group: {ranks} ranks need windows of at least {ranks - 1} "
+            f"schedule two_group: {ranks} ranks need windows of at least {least} "
             f"micro-batches, not {microbatches}"
         )
 
@@ -146,6 +147,11 @@ def two_group(ranks: int, microbatches: int) -> Order:
             for rank in range(ranks)
         ),
     )
+
+
+def least_window(name: str, ranks: int) -> int:
+    """The fewest micro-batches of a window in an order of that name."""
+    return max(1, ranks - 1) if name == "two_group" else 1
 
 
 def build(

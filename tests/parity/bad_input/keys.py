@@ -265,6 +265,32 @@ PIPELINE = [
     Bad("pipeline.synchronous_steps are all", "parallel.pp=2 pipeline.weights=latest "
         "pipeline.synchronous_steps=99 model.tied_embeddings=false optimizer.clip=null", 2,
         ("pipeline.synchronous_steps=99: none of train.steps=", "is left")),
+    Bad("pipeline.weights in fp16", "parallel.pp=2 pipeline.weights=double_buffer "
+        "model.dtype=fp16", 2, ("needs model.dtype=bf16, fp32 or fp64, not fp16",)),
+    Bad("pipeline.weights with updates that may be undone", "parallel.pp=2 "
+        "pipeline.weights=double_buffer optimizer.post_validation=true", 2,
+        ("pipeline.weights=double_buffer needs optimizer.post_validation=false",)),
+    Bad("pipeline.weights with chunks", "parallel.pp=2 pipeline.weights=double_buffer "
+        "pipeline.chunks=2", 2, ("needs pipeline.chunks=null, not 2",)),
+    Bad("pipeline.weights with schedule auto", "parallel.pp=2 pipeline.weights=double_buffer "
+        "pipeline.schedule=auto", 2, ("needs pipeline.schedule=1f1b", "not auto")),
+    Bad("pipeline.weights=predict with Muon", "parallel.pp=2 pipeline.weights=predict "
+        "model.tied_embeddings=false optimizer.clip=null optimizer.rule=muon", 2,
+        ("pipeline.weights=predict needs optimizer.rule=adamw",)),
+    Bad("look-ahead with Muon", "parallel.pp=2 pipeline.weights=double_buffer "
+        "optimizer.look_ahead=1 optimizer.rule=muon", 2,
+        ("optimizer.look_ahead=1 needs optimizer.rule=adamw",)),
+    Bad("pipeline.weights=latest with recomputation", "parallel.pp=2 pipeline.weights=latest "
+        "model.tied_embeddings=false optimizer.clip=null activations.policy=full", 2,
+        ("pipeline.weights=latest needs activations.policy=keep and activations.offload=[]",)),
+    Bad("two groups in short steps", "parallel.pp=3 pipeline.weights=double_group "
+        "pipeline.schedule=two_group model.layers=6 model.tied_embeddings=false "
+        "optimizer.clip=null train.microbatch=4 train.global_batch=4", 2,
+        ("two_group on 3 ranks needs steps of at least 2 micro-batches, not 1",
+         "expected a train.global_batch of at least 8"), ranks=3),
+    Bad("pipeline.horizon of another policy", "parallel.pp=2 pipeline.weights=latest "
+        "pipeline.horizon=round_trip model.tied_embeddings=false optimizer.clip=null", 2,
+        ("pipeline.horizon=round_trip is for pipeline.weights=predict, not latest",)),
     Bad("clip_scope of synchronous training", "optimizer.clip_scope=stage", 2,
         ("optimizer.clip_scope=stage is for a pipeline.weights other than synchronous",)),
     Bad("a pair of pipelines on three ranks", "pipeline.schedule=chimera parallel.pp=3", 2,

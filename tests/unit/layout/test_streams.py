@@ -96,8 +96,9 @@ def test_training_is_synchronous_by_default() -> None:
         ),
         (
             f"{GROUPS} schedule=two_group batch=4",
-            "schedule two_group: 4 ranks need windows of at least 3 micro-batches, not 2",
+            "double_group: two_group on 4 ranks needs steps of at least 3 micro-batches, not 2: ",
         ),
+        (f"{GROUPS} schedule=two_group batch=4", "expected a train.global_batch of at least 6"),
         (f"{S} pipeline.chunks=2", "needs pipeline.chunks=null, not 2"),
         (f"{S} pipeline.slices=2", "needs pipeline.slices=null, not 2"),
         (f"{S} pipeline.replicas=[2,1,1]", "needs pipeline.replicas=null, not [2, 1, 1]"),
