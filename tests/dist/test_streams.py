@@ -233,6 +233,7 @@ TURNS = [
     in_turns("double_buffer", 4, 1, 2, clip_scope="stage", masked=0.3, rule="lamb"),
     in_turns("stash", 2, 2, 1, 1, activations="full", rule="muon"),
     in_turns("double_buffer", 4, 2, 1, 1, look_ahead=1),
+    *(in_turns(weights, 3, 3, 1) for weights in ("stash", "double_buffer")),
     in_turns("stash", 2, 2, 1, dp=2, in_process=True),
     *(in_turns(weights, 2, 2, 1, dp=2) for weights in ("stash", "double_buffer")),
 ]
@@ -265,6 +266,7 @@ PAUSED = [
     streamed("vertical", 2, 2, schedule="eager_1f1b", debug=True),
     streamed("stash", 2, 2, rule="muon", dtype="fp32", state_dtype="bf16", activations="selective"),
     streamed("latest", 2, 1, batch=2, advance=1, loss_chunk=0),
+    streamed("predict", 2, 1, batch=2),
     streamed("correct", 2, 2, synchronous_steps=3, lr_anneal_steps=4),
     streamed("double_buffer", 2, 2, dtype="fp32", look_ahead=1, tied=True, debug=True),
     streamed("double_group", 2, 2, schedule="two_group", layers=4, dtype="bf16"),
@@ -377,6 +379,7 @@ MEMORY = [
     streamed("latest", 3, 1, dtype="bf16"),
     streamed("predict", 3, 1, dtype="bf16", horizon="round_trip"),
     streamed("correct", 3, 2, dtype="bf16"),
+    streamed("double_group", 3, 2, schedule="two_group", layers=6, dtype="bf16"),
 ]
 
 
