@@ -45,8 +45,10 @@ def demand(config: Config, layout: Layout) -> Demand:
     place = totals.index(most)
     memory, activations = each[place]
     parts = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
+        "parameters": memory.parameters - memory.beside,
+        "versions beside them": memory.beside,
+        "gradients": memory.gradients - memory.waiting,
+        "gradients that wait": memory.waiting,
         "optimizer state": memory.optimizer,
         "more during a step": memory.passing,
         "activations": activations.device,
@@ -93,7 +95,7 @@ def pace_lines(config: Config, layout: Layout, speeds: Speeds, timeline: Timelin
     """Lines of the plan: how long a step takes, and what was assumed."""
     if speeds.tflops is None:
         return ["time          not known: set log.device (as in H100) or log.peak_tflops"]
-    seconds = expected_step(config, layout, speeds)
+    seconds, pause = expected_step(config, layout, speeds)
     if layout.in_process:
         windows = layout.stream.windows_of(layout.listed) if layout.stream is not None else 1
         seconds = float(sum(timeline.busy)) / windows
@@ -111,6 +113,11 @@ def pace_lines(config: Config, layout: Layout, speeds: Speeds, timeline: Timelin
         (
             f"time          {seconds:.3g} s per step, {tokens / seconds:,.0f} tokens per second, "
             f"MFU {rate / speeds.tflops / 1e12:.1%}, without the update"
+        ),
+        *(
+            [f"pause         {pause:.3g} s more where the pipeline runs dry, as for a validation"]
+            if layout.stream is not None and not layout.in_process
+            else []
         ),
         f"assumed       {f'{speeds.name}: ' if speeds.name else ''}{', '.join(links)}",
     ]

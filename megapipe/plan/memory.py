@@ -25,8 +25,12 @@ class ModelMemory:
 
     parameters: int
     """All versions of them that are kept, and predicted ones, in a pipeline without a flush."""
+    beside: int
+    """Of these, the ones beside the newest version."""
     gradients: int
     """Buffers of the main gradients; two sets where an update waits while the next come in."""
+    waiting: int
+    """Of these, the second set."""
     optimizer: int
     """States, and master weights where they are no alias of the parameters."""
     passing: int
@@ -51,7 +55,7 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     """Bytes that a process at pipeline index `rank` holds of the model."""
     zero, size = layout.replicas.zero, DTYPE_BYTES[config.model.dtype]
     main = main_bytes(config.model.dtype)
-    parameters = gradients = optimizer = copies = saved = 0
+    parameters = beside = gradients = waiting = optimizer = copies = saved = 0
     buckets = list(process_buckets(config, layout, rank))
     stream, kept, predicted = layout.stream, dict[int, int](), dict[int, int]()
     if stream is not None:
@@ -69,8 +73,10 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
             parameters += own * size
         else:
             parameters += bucket.numel * size * (versions + ahead)
+            beside += bucket.numel * size * (versions + ahead - 1)
         if not bucket.updates:
             gradients += bucket.numel * main * turns
+            waiting += bucket.numel * main * (turns - 1)
             continue
         part = own // bucket.replicate.members
         if bucket.frozen:
@@ -86,12 +92,15 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
             gradients += bucket.norms * main  # kept apart: they may come before the others
         else:
             gradients += bucket.uses * bucket.numel * main * turns
+            waiting += bucket.uses * bucket.numel * main * (turns - 1)
         if bucket.linked:
             gradients += own * main  # those of the copy, on their arrival
     away = config.optimizer.offload != "none"
     return ModelMemory(
         parameters=parameters,
+        beside=beside,
         gradients=gradients,
+        waiting=waiting,
         optimizer=0 if away else optimizer,
         passing=copies + _most_passing(config, layout, rank, buckets),
         elsewhere=optimizer if away else 0,

@@ -45,12 +45,13 @@ def expected(config: Config, layout: Layout, speeds: Speeds) -> Timeline:
     return simulate(layout.listed, _cost(config, layout, speeds), layout.replicas)
 
 
-def expected_step(config: Config, layout: Layout, speeds: Speeds) -> float:
-    """The time of a step in the units of :func:`expected`; of a stream, of a window in the steady
-    state."""
+def expected_step(config: Config, layout: Layout, speeds: Speeds) -> tuple[float, float]:
+    """The time of a step in the units of :func:`expected`, and what a pause adds: of a stream, a
+    window in the steady state; others have no pause."""
     if layout.stream is not None:
-        return float(window_times(layout.stream, _cost(config, layout, speeds)).window)
-    return float(expected(config, layout, speeds).makespan)
+        times = window_times(layout.stream, _cost(config, layout, speeds))
+        return float(times.window), float(times.pause)
+    return float(expected(config, layout, speeds).makespan), 0.0
 
 
 def _cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:

@@ -313,11 +313,15 @@ def _stream_lines(stream: Stream, schedule: Schedule) -> list[str]:
         predictions_kept(stream),
     )
     moving = ", ".join(map(str, sorted(moved_back(stream))))
-    means = ", ".join(f"{float(each.mean):.3g}" for each in ledger)
+    behind = ", ".join(
+        f"{float(each.mean):.3g}"
+        + (f" ({each.least} to {each.most})" if each.least < each.most else "")
+        for each in ledger
+    )
     counts = ", ".join(str(kept[stage] + predicted.get(stage, 0)) for stage in sorted(kept))
     return [
         f"{stream.windows_of(schedule)} steps of it, which never flushes, are drawn",
-        f"weights a forward reads are behind, in updates on average, per stage: {means}",
+        f"weights a forward reads are behind, in updates on average, per stage: {behind}",
         f"weights kept, predicted and moved back ones included, per stage: {counts}",
         *([f"one more state, the velocity of the weights, at stages {moving}"] if moving else ()),
     ]

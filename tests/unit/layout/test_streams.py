@@ -12,6 +12,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan.buckets import process_buckets
 from megapipe.plan.communicators import communicators
+from megapipe.plan.demand import size_text
 from megapipe.plan.memory import model_memory
 from megapipe.plan.report import report
 from megapipe.plan.traffic import step_traffic
@@ -223,12 +224,32 @@ def test_the_plan_counts_versions_accumulators_and_masters() -> None:
     assert memory(*BUFFERED) == (2 * parameters, 2 * gradients, states + parameters)
 
 
+def test_the_dry_run_names_bytes_of_versions_and_of_gradients_that_wait() -> None:
+    def told(*given: str) -> dict[str, str]:
+        config, layout = resolve(parse([*BASE, *given]).config, None, 257)
+        line = next(each for each in report(config, layout).splitlines() if "memory  " in each)
+        parts = (part.split() for part in line.partition("process: ")[2].split(", "))
+        return {" ".join(name): f"{size} {unit}" for *name, size, unit in parts}
+
+    plain, late, stash = told(), told(*BUFFERED), told(*STASH, "train.microbatch=16")
+    older, waiting = "versions beside them", "gradients that wait"
+    assert late["parameters"] == stash["parameters"] == plain["parameters"] == late[older]
+    assert late["gradients"] == stash["gradients"] == plain["gradients"] == late[waiting]
+    one = model_memory(*resolve(parse([*BASE]).config, None, 257), 0).parameters
+    assert (plain["parameters"], stash[older]) == (size_text(one), size_text(3 * one))
+    assert waiting not in stash
+    assert older not in plain
+
+
 def test_the_dry_run_tells_staleness_and_versions_and_draws_several_steps() -> None:
     config, layout = resolve(parse([*BASE, *STASH]).config, None, 257)
     text = report(config, layout)
     assert "schedule 1f1b, stash: " in text
     assert "5 steps of it, which never flushes, are drawn" in text
-    assert "in updates on average, per stage: 0.375, 0.25, 0.125, 0" in text
+    assert (
+        "in updates on average, per stage: 0.375 (0 to 1), 0.25 (0 to 1), 0.125 (0 to 1), 0\n"
+        in text
+    )
     assert "weights kept, predicted and moved back ones included, per stage: 2, 2, 2, 1" in text
     assert "per rank: 4, 3, 2, 1" in text
 
@@ -243,12 +264,14 @@ def test_the_dry_run_tells_of_velocities_and_synchronous_steps() -> None:
 
 
 def test_a_step_takes_the_time_of_its_own_operations_in_the_plan() -> None:
-    def seconds(*given: str) -> float:
+    def seconds(*given: str, what: str = "time ") -> float:
         known = ("log.peak_tflops=1", "log.device_gb=80", "parallel.network_gb_s=1e9")
         fast = ("parallel.node_gb_s=1e9", "pipeline.layout=[2,2,2,2]")
         config, layout = resolve(parse([*BASE, *known, *fast, *given]).config, None, 257)
         lines = report(config, layout).splitlines()
-        (line,) = (each for each in lines if each.startswith("time ") and "per step" in each)
+        (line,) = (each for each in lines if each.startswith(what) and " s " in each)
         return float(line.split()[1])
 
     assert seconds(*BUFFERED) / seconds() == pytest.approx(8 / 11, rel=0.06)
+    # the last stage, which has the head, is slower than the others, which a pause waits for
+    assert seconds(*BUFFERED, what="pause ") / seconds(*BUFFERED) == pytest.approx(3 / 8, rel=0.15)
