@@ -107,6 +107,20 @@ def test_a_process_trains_as_the_definitions_say(weights: str) -> None:
     check([case for case in ALONE if case.weights == weights])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", POLICIES)
+def test_a_process_trains_so_in_all_sizes(weights: str) -> None:
+    sizes = [(pp, m) for pp in (2, 3, 4) for m in (1, 2, 4, 6) if legal(weights, pp, m)]
+    check([streamed(weights, pp, m, in_process=True) for pp, m in sizes])
+
+
+@pytest.mark.slow
+def test_two_groups_train_so_in_all_sizes() -> None:
+    sizes = [(pp, m) for pp in (2, 3, 4) for m in (1, 2, 4, 6) if m >= pp - 1]
+    given = {"in_process": True, "schedule": "two_group"}
+    check([streamed("double_group", pp, m, **given, layers=2 * pp) for pp, m in sizes])
+
+
 SEVERAL = [
     *(streamed(weights, 2, m) for weights in POLICIES for m in (1, 2)),
     streamed("double_group", 2, 2, schedule="two_group", layers=4),
