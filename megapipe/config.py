@@ -187,10 +187,14 @@ class OptimizerConfig(Section):
     bitwise, without a barrier. Takes memory for a copy of weights and state; for elementwise rules
     (all but muon, lars, lamb), zero up to 2, no offload. Holders of a tied embedding still wait for
     each other."""
-    look_ahead: int = Field(0, ge=0)
+    look_ahead: Annotated[
+        Annotated[int, Field(ge=0)] | Literal["staleness"],
+        Expected("a whole number >= 0, or staleness"),
+    ] = 0
     """Updates that the model is ahead of its weights (XGrad: Guan et al., 2305.18240): it computes
     losses and gradients with W - look_ahead x lr x d, d being the direction of the last update, and
-    the update changes W. Validation and checkpoints have W. 0: none; fp32 and fp64 weights then
+    the update changes W. staleness: as many as the stage's weights are behind on average, in a
+    pipeline without a flush. Validation and checkpoints have W. 0: none; fp32 and fp64 weights then
     need no copy as masters. For rules with a direction (all built-in ones but muon, lars, lamb),
     with fp32 states on the device, not for fp16, without `post_validation`."""
     master: Literal["fp32", "none"] = "fp32"

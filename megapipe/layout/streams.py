@@ -37,6 +37,11 @@ def stream_of(config: Config, microbatches: int) -> Stream | None:
                     f"pipeline.{key}={getattr(pipeline, key)} is for a pipeline.weights other than "
                     "synchronous: expected null"
                 )
+        if config.optimizer.look_ahead == "staleness":
+            raise ConfigError(
+                "optimizer.look_ahead=staleness is for a pipeline.weights other than synchronous: "
+                "expected a whole number"
+            )
         if config.optimizer.clip_scope == "stage":
             raise ConfigError(
                 "optimizer.clip_scope=stage is for a pipeline.weights other than synchronous: "
@@ -132,6 +137,8 @@ def _refusals(config: Config) -> Iterator[str]:
         yield f"optimizer.look_ahead=0, not {optimizer.look_ahead}"
     if optimizer.look_ahead and pipeline.lr_anneal_steps is not None:
         yield f"pipeline.lr_anneal_steps=null with optimizer.look_ahead={optimizer.look_ahead}"
+    if optimizer.look_ahead == "staleness" and pipeline.synchronous_steps is not None:
+        yield "pipeline.synchronous_steps=null with optimizer.look_ahead=staleness"
     if optimizer.master != "fp32":
         yield f"optimizer.master=fp32, not {optimizer.master}"
     if optimizer.post_validation:

@@ -64,8 +64,10 @@ class Optimizer:
         states: StatePolicy | None = None,
         kernel: AdamKernel = torch_adam,
         velocity: Mapping[int, float] | None = None,
+        staleness: Mapping[int, float] | None = None,
     ) -> None:
         self.config = config
+        self._staleness = staleness or {}
         self._velocity = velocity or {}
         self.mesh = mesh
         self.stages = stages
@@ -207,7 +209,7 @@ class Optimizer:
         self._step(self.shards, lr, factor, self.count)
         self.count += 1
         self.lr = lr
-        self._publish_ahead(self.config.look_ahead)
+        self._publish_ahead()
 
     def update_stage(self, stage: int, lr: float, factor: float, count: int) -> None:
         """Take the step after `count` earlier ones of one stage alone, or of the tied embedding,
@@ -216,7 +218,7 @@ class Optimizer:
         self._step(own, lr, factor, count)
         for shard in own:
             if self.config.look_ahead:
-                distance = self.config.look_ahead * lr
+                distance = self._look_ahead(shard) * lr
                 predict(self.rule, shard, distance, count + 1, shard.weights)
             shard.publish()
 
@@ -236,12 +238,18 @@ class Optimizer:
         """Shards of all weights that a stage computes with, tied ones included."""
         return self._of_stage[stage]
 
-    def _publish_ahead(self, steps: int) -> None:
-        """Begin to gather the weights that are so many `steps` ahead of the masters."""
+    def _look_ahead(self, shard: Shard) -> float:
+        """By how many updates weights are ahead of their masters."""
+        steps = self.config.look_ahead
+        return self._staleness[shard.bucket.index] if steps == "staleness" else steps
+
+    def _publish_ahead(self, times: int = 1) -> None:
+        """Begin to gather the weights that look ahead of the masters, or with 0 `times` these."""
         if self.config.look_ahead:
             for shard in self.shards:
                 shard.await_readers()
-                predict(self.rule, shard, steps * self.lr, self.count, shard.weights)
+                distance = times * self._look_ahead(shard) * self.lr
+                predict(self.rule, shard, distance, self.count, shard.weights)
         for shard in self._in_use_order():
             shard.publish()
 
@@ -256,7 +264,7 @@ class Optimizer:
             self.await_all_weights()
         yield
         if self.config.look_ahead:
-            self._publish_ahead(self.config.look_ahead)
+            self._publish_ahead()
             self.await_all_weights()
 
     def states_finite(self) -> Tensor:
@@ -355,7 +363,7 @@ class Optimizer:
             for shard, entry, values in filled(self._with_state(name), fill_state, threads):
                 shard.set_state(name, entry, values)
         if self.config.look_ahead:
-            self._publish_ahead(self.config.look_ahead)
+            self._publish_ahead()
             self.await_all_weights()
 
     def loaded(self) -> Iterator[tuple[str, LocalParameter]]:

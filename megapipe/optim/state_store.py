@@ -66,7 +66,7 @@ class StatePolicy:
             folder=folder,
             window_bytes=int(config.window_mib * MIB),
             seed=seed,
-            apart=config.look_ahead > 0,
+            apart=config.look_ahead != 0,
         )
 
 

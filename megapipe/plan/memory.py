@@ -237,4 +237,4 @@ def _has_master(optimizer: OptimizerConfig, weight: int, main: int, apart: bool)
 
 def _keeps_apart(config: Config, layout: Layout) -> bool:
     """Whether masters are copies also of weights of their type."""
-    return config.optimizer.look_ahead > 0 or layout.stream is not None
+    return config.optimizer.look_ahead != 0 or layout.stream is not None

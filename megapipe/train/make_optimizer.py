@@ -10,7 +10,7 @@ from megapipe.optim.buffers import make_buckets
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.state_store import StatePolicy
 from megapipe.optim.velocity import decay
-from megapipe.schedule.streams.stream import moved_back
+from megapipe.schedule.streams.stream import mean_staleness, moved_back
 
 if TYPE_CHECKING:
     from megapipe.train.step import TrainStep
@@ -30,12 +30,15 @@ def make_optimizer(step: TrainStep) -> Optimizer:
     states = StatePolicy.of(
         step.config.optimizer, run.seed, Path(run.folder) / run.name, step.mesh.device
     )
-    velocity = {}
+    velocity, staleness = {}, {}
     if step.layout.stream is not None:
         states = replace(states, apart=True)
         correction = step.config.pipeline.correction
         back = moved_back(step.layout.stream)
         velocity = {stage: decay(correction, updates) for stage, updates in back.items()}
+        behind = mean_staleness(step.layout.stream)
+        staleness = {stage: float(updates) for stage, updates in behind.items()}
+        staleness[placement.stages] = staleness[0]  # the tied embedding's
     return Optimizer(
         buckets,
         step.config.optimizer,
@@ -44,4 +47,5 @@ def make_optimizer(step: TrainStep) -> Optimizer:
         states=states,
         kernel=step.kernels.adam,
         velocity=velocity,
+        staleness=staleness,
     )

@@ -57,7 +57,7 @@ def test_gradients_are_those_of_weights_that_plain_formulas_predict(world: int) 
 def ahead_by_none(world: World, case: Case) -> tuple[Outcome, Outcome]:
     """The case where each weight is its master after all, and where there are no masters."""
     publish = Optimizer._publish_ahead
-    with mock.patch.object(Optimizer, "_publish_ahead", lambda self, steps: publish(self, 0)):
+    with mock.patch.object(Optimizer, "_publish_ahead", lambda self, times=1: publish(self, 0)):
         found = run_case(world, case)
     return found, run_case(world, replace(case, look_ahead=0))
 

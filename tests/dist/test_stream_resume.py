@@ -36,7 +36,13 @@ CASE = Case(
 GROUPS = replace(CASE, pp=2, m=2, layers=4, schedule="two_group")
 KEPT = {
     "stash": replace(CASE, weights="stash", clip_scope="stage"),
-    "vertical": replace(CASE, weights="vertical", clip_scope="stage", schedule="eager_1f1b"),
+    "vertical": replace(
+        CASE,
+        weights="vertical",
+        clip_scope="stage",
+        schedule="eager_1f1b",
+        look_ahead="staleness",
+    ),
     "double_buffer": replace(CASE, weights="double_buffer", m=2, look_ahead=1),
     "double_buffer, tied": replace(CASE, weights="double_buffer", m=2, tied=True),
     "double_group": replace(GROUPS, weights="double_group", clip=None, dtype="bf16"),

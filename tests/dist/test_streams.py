@@ -61,7 +61,10 @@ ALONE = [
     for pp, m in [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4)]
     if legal(weights, pp, m)
 ] + [
-    streamed("double_group", 2, 2, in_process=True, schedule="two_group", layers=4),
+    *(
+        streamed("double_group", 2, 2, in_process=True, schedule="two_group", layers=4, **more)
+        for more in ({}, {"look_ahead": "staleness"})
+    ),
     streamed("stash", 3, 2, in_process=True, schedule="eager_1f1b"),
     streamed("vertical", 2, 1, in_process=True, advance=2),
     *(
@@ -82,6 +85,9 @@ ALONE = [
     streamed("correct", 3, 1, in_process=True, synchronous_steps=4, lr_anneal_steps=6),
     streamed("double_buffer", 2, 2, in_process=True, look_ahead=1),
     streamed("stash", 3, 1, in_process=True, look_ahead=2, rule="sgd"),
+    streamed("stash", 3, 2, in_process=True, look_ahead="staleness"),
+    streamed("vertical", 3, 2, in_process=True, look_ahead="staleness", rule="nadamw"),
+    streamed("double_buffer", 2, 2, in_process=True, look_ahead="staleness", tied=True),
     *(
         streamed("double_buffer", pp, m, in_process=True, tied=True)
         for pp, m in ((1, 1), (2, 1), (3, 2), (3, 4))

@@ -70,7 +70,7 @@ class Case:
     reduce_dtype: str | None = None
     reduce_chunk_mib: float | None = None
     rule: str = "adamw"
-    look_ahead: int = 0
+    look_ahead: int | str = 0
     state_dtype: str = "fp32"
     master: str = "fp32"
     rounding: str = "stochastic"

@@ -104,10 +104,10 @@ def check_ahead(case: Case, values: Values, found: Params, lr: float, count: int
     """The weights are those that plain formulas predict from masters and states after `count`
     updates, the last one with `lr`, but for the roundings of that and to the model's type."""
     config, masters = configure(case)[0].optimizer, of_trained(values)["model"]
-    ahead, allowed = dict(values["model"]), {}
+    ahead, allowed, distance = dict(values["model"]), {}, int(case.look_ahead) * lr
     for name, master in masters.items():
         states = states_of(values, name)
-        ahead[name] = plain_rules.predicted(config, name, master, states, lr, count)
+        ahead[name] = plain_rules.predicted(config, name, master, states, distance, count)
     for name, weight in ahead.items():
         step = (weight - values["model"][name]).abs().max()
         main = "fp64" if case.dtype == "fp64" else "fp32"

@@ -90,12 +90,12 @@ def step(
 
 
 def predicted(
-    config: Any, name: str, weight: Tensor, states: States, lr: float, count: int
+    config: Any, name: str, weight: Tensor, states: States, distance: float, count: int
 ) -> Tensor:
-    """The weight `config.look_ahead` updates ahead, after `count` steps, the last one with `lr`."""
+    """The weight so much `distance` (updates times learning rate) ahead, after `count` steps."""
     if not count:
         return weight
-    return weight - config.look_ahead * lr * direction(config, name, weight, states, count)
+    return weight - distance * direction(config, name, weight, states, count)
 
 
 def direction(config: Any, name: str, weight: Tensor, states: States, count: int) -> Tensor:

@@ -92,7 +92,7 @@ class Pipeline:
         return {
             "vertical": self.ahead(0) / self.microbatches,
             "double_buffer": 1.0,
-            "double_group": 1.0,
+            "double_group": float(stage < self.ranks),
         }.get(self.weights, self.ahead(stage) * self.taking_turns(stage) / self.microbatches)
 
     def annealing(self, stage: int, window: int, steps: int) -> float:
@@ -169,6 +169,11 @@ def train(
             return rates[number]
         return rates[number] / pipeline.annealing(stage, number, pipeline.anneal)
 
+    def steps_ahead(name: str) -> float:
+        """Updates by which weights are predicted ahead of masters."""
+        given = config.look_ahead
+        return pipeline.staleness(stage_of[name]) if given == "staleness" else given
+
     for number, (batches, lr) in enumerate(zip(windows, rates, strict=True)):
         tokens = sum(int(mask.sum()) for _, _, mask in batches)
         grads = {name: torch.zeros_like(tensor) for name, tensor in history[0].items()}
@@ -216,7 +221,9 @@ def train(
         history.append(after)
         published.append(
             {
-                name: plain_rules.predicted(config, name, weight, states[name], lr, number + 1)
+                name: plain_rules.predicted(
+                    config, name, weight, states[name], steps_ahead(name) * lr, number + 1
+                )
                 for name, weight in after.items()
             }
             if config.look_ahead

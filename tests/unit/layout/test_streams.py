@@ -140,6 +140,18 @@ def test_training_is_synchronous_by_default() -> None:
             f"{S} optimizer.look_ahead=1 pipeline.lr_anneal_steps=9",
             "stash needs pipeline.lr_anneal_steps=null with optimizer.look_ahead=1",
         ),
+        (f"{L} optimizer.look_ahead=staleness", "needs optimizer.look_ahead=0, not staleness"),
+        ("optimizer.look_ahead=staleness", "synchronous: expected a whole number"),
+        ("optimizer.look_ahead=stale", "look_ahead=stale: expected a whole number >= 0, or stalen"),
+        ("optimizer.look_ahead=-1", "look_ahead=-1: expected a whole number >= 0, or staleness"),
+        (
+            f"{S} optimizer.look_ahead=staleness pipeline.synchronous_steps=2 train.steps=9",
+            "stash needs pipeline.synchronous_steps=null with optimizer.look_ahead=staleness",
+        ),
+        (
+            f"{S} optimizer.look_ahead=staleness optimizer.rule=muon",
+            "optimizer.look_ahead=staleness needs optimizer.rule=adamw",
+        ),
         ("pipeline.lr_anneal_steps=9", "is for a pipeline.weights other than synchronous"),
         (f"{S} pipeline.horizon=round_trip", "is for pipeline.weights=predict, not stash"),
         (f"{L} pipeline.correction=0.5", "is for pipeline.weights=correct, not latest"),
