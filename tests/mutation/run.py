@@ -115,12 +115,12 @@ def preload() -> None:
 
 
 def draw(count: int, seed: int, chosen: list[str]) -> list[Trial]:
-    """About `count` mutants, as many of each file as its share of all places, 8 at least."""
+    """About `count` mutants, as many of each file as its share of all places, 4 at least."""
     places = {path: mutants_of((ROOT / "megapipe" / path).read_bytes()) for path in chosen}
     total = sum(map(len, places.values()))
     trials = []
     for path, mutants in places.items():
-        wanted = min(len(mutants), max(8, round(count * len(mutants) / total)))
+        wanted = min(len(mutants), max(4, round(count * len(mutants) / total)))
         drawn = random.Random(f"{seed} {path}").sample(mutants, wanted)
         trials += [Trial(path, mutant, SUITES[path]) for mutant in drawn]
     random.Random(seed).shuffle(trials)

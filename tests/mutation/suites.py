@@ -14,6 +14,12 @@ STREAMS = (
     "tests/unit/schedule/streams/test_streams.py",
     "tests/unit/schedule/streams/test_proof.py",
 )
+PLANS = tuple(f"tests/unit/context/test_{name}.py" for name in ("plans", "split", "documents"))
+RINGS = (f"{DIST}ring_attention.py",)
+OVER_POSITIONS = (f"{DIST}context.py",)
+EXPERTS = tuple(f"{LAYER_UNITS}{name}.py" for name in ("routing", "experts", "dispatch"))
+OVER_EXPERTS = (f"{DIST}moe.py", f"{DIST}dispatch.py")
+WINDOWS = (f"{DIST}streams.py",)
 FAULTLESS = (f"{DIST}faults.py::test_the_cases_pass_without_a_fault",)
 ON_A_DEVICE = (
     "tests/fake_cuda/test_parity_cuda.py::test_parity[2]",
@@ -64,6 +70,49 @@ SUITES: dict[str, Groups] = {
         (f"{DIST}odd_sizes.py",),
         ON_A_DEVICE,
     ),
+    "engine/flow.py": (
+        EXECUTED,
+        (f"{ENGINE}stage_slices.py", f"{ENGINE}stage_recompute.py"),
+        FAULTLESS,
+        WINDOWS,
+    ),
+    "engine/names.py": ((f"{ENGINE}names.py",),),
+    "engine/packed.py": ((f"{ENGINE}executor_pieces.py",), (f"{DIST}own_family.py",), FAULTLESS),
+    "engine/pipeline.py": (EXECUTED, FAULTLESS, (f"{DIST}eager_reductions.py",), WINDOWS),
+    "engine/receives.py": ((f"{ENGINE}receives.py",), FAULTLESS),
+    "engine/recorder.py": (
+        (f"{ENGINE}recorder.py", f"{ENGINE}executor_pieces.py"),
+        (f"{DIST}stream_timeline.py",),
+    ),
+    "engine/shares.py": ((f"{ENGINE}shares.py",), FAULTLESS),
+    "engine/tuple_stage.py": ((f"{DIST}own_family.py",), (f"{DIST}library.py",)),
+    "context/documents.py": (PLANS, RINGS, OVER_POSITIONS),
+    "context/entries.py": (PLANS, RINGS),
+    "context/plan.py": (PLANS, RINGS),
+    "context/plans.py": (PLANS, RINGS),
+    "context/positions.py": (PLANS, RINGS, OVER_POSITIONS),
+    "context/simulate.py": (("tests/unit/context/test_simulate.py",),),
+    "context/split.py": (PLANS, RINGS, OVER_POSITIONS),
+    "layers/context.py": (RINGS, OVER_POSITIONS),
+    "layers/reshard.py": (RINGS, (f"{DIST}reshard.py",), OVER_POSITIONS),
+    "layers/ring_attention.py": (RINGS, OVER_POSITIONS, ON_A_DEVICE),
+    "layers/dispatch.py": (EXPERTS, OVER_EXPERTS),
+    "layers/expert_chunks.py": (EXPERTS, OVER_EXPERTS),
+    "layers/expert_fetch.py": (EXPERTS, OVER_EXPERTS),
+    "layers/expert_hops.py": (EXPERTS, OVER_EXPERTS),
+    "layers/expert_rows.py": (EXPERTS, OVER_EXPERTS),
+    "layers/expert_tasks.py": (EXPERTS, OVER_EXPERTS),
+    "layers/experts.py": (EXPERTS, (f"{MODEL}moe.py",), OVER_EXPERTS),
+    "layers/routing.py": (EXPERTS, OVER_EXPERTS),
+    "layers/routing_noise.py": ((f"{DIST}routing_noise.py",),),
+    "layers/token_shards.py": (EXPERTS, OVER_EXPERTS),
+    "layers/kv_cache.py": (
+        (f"{LAYER_UNITS}kv_cache.py",),
+        ("tests/unit/generate/test_generator.py",),
+    ),
+    "layers/lora.py": ((f"{MODEL}lora.py",), (f"{DIST}lora.py",)),
+    "layers/parameter.py": ((f"{LAYER_UNITS}parameter.py",), LAYERS, FAULTLESS),
+    "layers/rng.py": ((f"{LAYER_UNITS}rng.py",), FAULTLESS),
     "layers/weight_grad.py": ((f"{LAYER_UNITS}weight_grad.py",), EXECUTED, LAYERS),
     "layers/offload.py": (
         (
@@ -102,6 +151,24 @@ SUITES: dict[str, Groups] = {
         (f"{LAYER_UNITS}linear_cross_entropy.py", *LAYERS),
         FAULTLESS,
     ),
+    "optim/buffers.py": (
+        (f"{OPTIM}buffers.py", f"{OPTIM}optimizer.py"),
+        (f"{DIST}zero_step.py", f"{DIST}rules.py"),
+        PARITY,
+    ),
+    "optim/optimizer.py": (
+        (f"{OPTIM}optimizer.py", f"{OPTIM}finite.py"),
+        (f"{DIST}zero_step.py", f"{DIST}rules.py"),
+        (f"{DIST}post_validation.py", f"{DIST}look_ahead.py"),
+        (f"{DIST}stream_faults.py",),
+        PARITY,
+    ),
+    "optim/policy.py": ((f"{OPTIM}policy.py", f"{OPTIM}buffers.py"), (f"{DIST}mesh_groups.py",)),
+    "optim/state_store.py": (
+        (f"{OPTIM}state_store.py", f"{OPTIM}rules_alone.py"),
+        (f"{DIST}rules.py",),
+    ),
+    "optim/versions.py": ((f"{OPTIM}versions.py",), (f"{DIST}stream_faults.py",), WINDOWS),
     "optim/shard.py": (
         (f"{OPTIM}optimizer.py", f"{OPTIM}buffers.py", f"{OPTIM}reduction.py"),
         (f"{DIST}zero_step.py", f"{DIST}zero.py"),
