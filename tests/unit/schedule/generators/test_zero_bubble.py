@@ -208,6 +208,14 @@ def test_published_bubbles_within_weighted_memory(p, m, times, freed, bubbles):
     assert simulate(held, cost).bubble_span > bubble + Fraction(1, 100)
 
 
+@pytest.mark.parametrize(("p", "m", "times", "freed"), [row[:4] for row in PUBLISHED])
+def test_a_v_would_gain_nothing_by_a_weighted_limit(p, m, times, freed):
+    """Each rank is at its peak before its first I, so what I frees leaves no room."""
+    F, I, W, latency = (Fraction(repr(time)) / 2 for time in times)  # noqa: E741
+    schedule = build("zb_v", ranks=p, microbatches=m, cost=Cost(F, I, W, latency=2 * latency))
+    assert {*peak_held(schedule)} == {*peak_weighted(schedule, Fraction(repr(freed)))} == {p}
+
+
 @pytest.mark.parametrize("freed", [Fraction(0), Fraction(1, 3), 0.366, Fraction(1)])
 @pytest.mark.parametrize("limit", [1, Fraction(5, 2), 4])
 def test_any_weighted_limit_is_kept(freed, limit):
