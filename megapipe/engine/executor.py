@@ -271,16 +271,17 @@ class Executor:
         return call
 
     def _bind_receive(self, action: Action) -> Call:
-        receive, acks = self._bind_taking(action), action.acks
-        if not acks:
-            return receive
+        if not action.acks:
+            return self._bind_taking(action)
+        message, inbox, acks = message_of(action), self._inbox, action.acks
+        receive = self.channels.incoming[action.peer].receive
         acknowledge = self.channels.outgoing[action.peer].acknowledge
 
-        def call_and_acknowledge() -> None:
-            receive()
+        def call() -> None:
+            inbox[message] = receive()
             acknowledge(acks)
 
-        return call_and_acknowledge
+        return call
 
     def _bind_taking(self, action: Action) -> Call:
         """A call that waits for a message and puts it into the inbox."""
