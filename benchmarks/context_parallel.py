@@ -2,7 +2,8 @@
 
 Attention by itself, forward and backward, in every way that two ranks have, against one process
 with all positions, and against a ring as it is first written: blocking messages, one matrix of
-scores per block, all of it left to autograd. Where the package ring-attention-pytorch is installed,
+scores per block, all of it left to autograd; and what the machine gives to two processes that share
+the work and send nothing. Where the package ring-attention-pytorch is installed,
 its forward too; in version 0.5.20 its gradients of keys and values over two ranks of gloo are not
 those of one process, so its backward is left out. Then whole steps of a small Llama: positions
 split over two ranks against samples split over two, with as many tokens; peak activations against
@@ -51,7 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all_gather": {"plan": "all_gather"},
     "ring, contiguous": {"order": "contiguous"},
 }
-ALONE, PLAIN = "one process", "a plain ring"
+ALONE, PLAIN, APART = "one process", "a plain ring", "half of the heads each, nothing sent"
 PACKAGE, FORWARD = "ring-attention-pytorch", "ring, zigzag, forward"
 """Without a backward."""
 
@@ -147,13 +148,18 @@ def attention(world: World, size: Size, rounds: int) -> dict[str, list[float]]:
     q, k, v, grad = (torch.randn(shape, generator=generator) for _ in range(4))
     rank = world.rank
 
-    def alone() -> list[Tensor]:
-        if rank:
-            return []
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    def attend(heads: slice) -> list[Tensor]:
+        leaves = [x[:, :, heads].clone().requires_grad_() for x in (q, k, v)]
         q_, k_, v_ = (x.permute(1, 2, 0, 3) for x in leaves)
         out = scaled_dot_product_attention(q_, k_, v_, is_causal=True).permute(2, 0, 1, 3)
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad[:, :, heads])]
+
+    def alone() -> list[Tensor]:
+        return [] if rank else attend(slice(None))
+
+    def apart() -> list[Tensor]:
+        each = size.heads // CP
+        return attend(slice(rank * each, (rank + 1) * each))
 
     def own_of(context: Any, held: Any) -> Callable[[], list[Tensor]]:
         rows = list(held.own)
@@ -185,7 +191,7 @@ def attention(world: World, size: Size, rounds: int) -> dict[str, list[float]]:
         out = attend(*rows, causal=True, ring_reduce_col=True, ring_size=CP)
         return [out.transpose(0, 1)]
 
-    sides: dict[str, Callable[[], list[Tensor]]] = {ALONE: alone, PLAIN: plain}
+    sides: dict[str, Callable[[], list[Tensor]]] = {ALONE: alone, PLAIN: plain, APART: apart}
     rows_of: dict[str, Any] = {PLAIN: half}
     mesh = world.mesh(Grid(cp=CP))
     for name, context in WAYS.items():
@@ -285,8 +291,9 @@ def measure(quick: bool, rounds: int) -> list[Result]:
     print(f"one process: {statistics.median(of[ALONE]):.3f} s of {size}")
     at_least = partial(Result, unit="x", at_least=True)
     what = f"attention, {size.length} positions"
+    peer = f"{ALONE}; {APART}: {ratio(ALONE, APART):.2f}"
     results = [
-        at_least(f"{what}: one process / {name}", ratio(ALONE, name), target, peer=ALONE)
+        at_least(f"{what}: one process / {name}", ratio(ALONE, name), target, peer=peer)
         for name, target in (("ring, zigzag", 1.75), ("Ulysses", 1.75), ("all_gather", 1.65))
     ]
     uneven = ratio("ring, contiguous", "ring, zigzag")
