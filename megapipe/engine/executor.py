@@ -271,27 +271,21 @@ class Executor:
         return call
 
     def _bind_receive(self, action: Action) -> Call:
-        if not action.acks:
-            return self._bind_taking(action)
         message, inbox, acks = message_of(action), self._inbox, action.acks
         receive = self.channels.incoming[action.peer].receive
-        acknowledge = self.channels.outgoing[action.peer].acknowledge
 
         def call() -> None:
+            inbox[message] = receive()
+
+        if not acks:
+            return call
+        acknowledge = self.channels.outgoing[action.peer].acknowledge
+
+        def call_and_acknowledge() -> None:
             inbox[message] = receive()
             acknowledge(acks)
 
-        return call
-
-    def _bind_taking(self, action: Action) -> Call:
-        """A call that waits for a message and puts it into the inbox."""
-        message, inbox = message_of(action), self._inbox
-        receive = self.channels.incoming[action.peer].receive
-
-        def call() -> None:
-            inbox[message] = receive()
-
-        return call
+        return call_and_acknowledge
 
     def _bind_synchronisation(self, action: Action) -> Call:
         assert self.synchroniser is not None

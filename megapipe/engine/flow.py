@@ -261,14 +261,17 @@ class Segment(Executor):
         send, on_wire = self.channels.outgoing[action.peer].send, self._flow.on_wire
         return lambda: send(on_wire(message, read), take(message))
 
-    def _bind_taking(self, action: Action) -> Call:
-        take, message, inbox = super()._bind_taking(action), message_of(action), self._inbox
+    def _bind_receive(self, action: Action) -> Call:
+        receive, message, inbox = super()._bind_receive(action), message_of(action), self._inbox
+        acknowledge = self.channels.outgoing[action.peer].acknowledge if action.acks else None
 
-        def take_unless_here() -> None:
+        def receive_unless_here() -> None:
             if message not in inbox:
-                take()
+                receive()
+            elif acknowledge is not None:
+                acknowledge(action.acks)
 
-        return take_unless_here
+        return receive_unless_here
 
 
 def run_parts(

@@ -40,7 +40,8 @@ LAYOUTS = {
         6, {"parallel.dp": "3", "parallel.tp": "2", "parallel.sequence_parallel": "true",
             "train.global_batch": "12", **BEHIND}),
     "pp4 stash": Layout(
-        4, {"parallel.pp": "4", "pipeline.weights": "stash", "optimizer.clip_scope": "stage"}),
+        4, {"parallel.pp": "4", "pipeline.weights": "stash", "optimizer.clip_scope": "stage",
+            "model.tied_embeddings": "false"}),
     "dp2 pp2 double_buffer, in the background": Layout(
         4, {"parallel.dp": "2", "parallel.pp": "2", "pipeline.weights": "double_buffer", **BEHIND}),
 }  # fmt: skip
