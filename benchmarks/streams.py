@@ -4,7 +4,8 @@ Real training of a tiny model whose operations sleep (:mod:`lasting`), so eight 
 true idle times on two cores. Each policy trains in the processes in which synchronous 1F1B has just
 been timed. The simulator is given the sleeps that were asked for, and neither latency nor updates:
 it predicts the time of a window in the steady state and that of a pause. Where messages have a
-latency, each is held back at its receiver until it is so old.
+latency, each is held back at its receiver until it is so old. What a message takes to wake up a
+process that waits for it, and nothing else, is measured beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from common import Result, parser, report
 from lasting import configured, lasting, rows
 from torch import Tensor
@@ -42,6 +45,7 @@ WARM_UP = 2
 """Windows, beyond those in which the stream fills, before they are timed."""
 APART = 4
 """Windows from one pause to the next."""
+MESSAGES = 30
 WINDOW, SPEED_UP, PAUSE, LATENCY = 1.03, 0.96, 1.10, 1.01
 
 
@@ -102,17 +106,40 @@ class Trained(NamedTuple):
     losses: list[float]
 
 
-def train(
-    world: World, cases: Sequence[Case], plan: Plan, folder: Path
-) -> list[tuple[Trained, Trained]]:
-    """Each case behind a synchronous pipeline with the same work."""
-    return [
+class OfRank(NamedTuple):
+    """What one rank has found."""
+
+    message: float
+    """Seconds from a send to the end of the receive, median; 0 on ranks that receive none."""
+    trained: list[tuple[Trained, Trained]]
+    """Of each case, behind a synchronous pipeline with the same work."""
+
+
+def train(world: World, cases: Sequence[Case], plan: Plan, folder: Path) -> OfRank:
+    message = way_of_a_message(world, cases[0].seconds)
+    trained = [
         (
             train_one(world, case.synchronous(), plan, folder),
             train_one(world, case, plan, folder),
         )
         for case in cases
     ]
+    return OfRank(message, trained)
+
+
+def way_of_a_message(world: World, seconds: float) -> float:
+    """From rank 0, which sends one every so many seconds, to rank 1."""
+    sent, found = torch.zeros(1, dtype=torch.float64), []
+    for _ in range(MESSAGES):
+        if world.rank == 0:
+            time.sleep(seconds)
+            sent[0] = time.perf_counter()
+            dist.send(sent, 1)
+        elif world.rank == 1:
+            dist.recv(sent, 0)
+            found.append(time.perf_counter() - sent.item())
+    dist.barrier()
+    return statistics.median(found) if found else 0.0
 
 
 def train_one(world: World, case: Case, plan: Plan, folder: Path) -> Trained:
@@ -206,13 +233,16 @@ class Measured(NamedTuple):
     """Of synchronous 1F1B."""
     window: float
     pause: float
+    message: float
 
 
 def pace(ends: Sequence[float]) -> float:
     return statistics.median(after - before for before, after in pairwise(ends))
 
 
-def summary(case: Case, plan: Plan, ranks: Sequence[tuple[Trained, Trained]]) -> Measured:
+def summary(
+    case: Case, plan: Plan, ranks: Sequence[tuple[Trained, Trained]], message: float
+) -> Measured:
     """Medians; each window ends at the mean of its ends on the ranks."""
     waiting, streaming = (
         [statistics.fmean(ends) for ends in zip(*(rank[i].ends for rank in ranks), strict=True)]
@@ -227,7 +257,7 @@ def summary(case: Case, plan: Plan, ranks: Sequence[tuple[Trained, Trained]]) ->
         streaming[number + 2] - streaming[number - 1] - 3 * window
         for number in range(last + 1, last + 1 + plan.pauses * APART, APART)
     ]
-    return Measured(pace(waiting[WARM_UP - 1 :]), window, statistics.median(pauses))
+    return Measured(pace(waiting[WARM_UP - 1 :]), window, statistics.median(pauses), message)
 
 
 def measured(cases: Sequence[Case], plan: Plan) -> Iterator[tuple[Case, Measured]]:
@@ -240,13 +270,15 @@ def measured(cases: Sequence[Case], plan: Plan) -> Iterator[tuple[Case, Measured
         by_rank = run_world(
             cases[0].ranks, train, cases, plan, Path(folder), timeout_s=120 + longest
         )
+    message = max(found.message for found in by_rank)
+    trained = zip(*(found.trained for found in by_rank), strict=True)
     losses: dict[Case, list[float]] = {}
-    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+    for case, ranks in zip(cases, trained, strict=True):
         found = [trained.losses for _, trained in ranks]
         assert all(each == found[0] for each in found), "ranks do not agree on the losses"
         same = losses.setdefault(replace(case, latency=0.0), found[0])
         assert same == found[0], "late messages change the training"
-        yield case, summary(case, plan, ranks)
+        yield case, summary(case, plan, ranks, message)
 
 
 def simulated(case: Case) -> WindowTimes:
@@ -272,7 +304,7 @@ def claims(cases: Sequence[Case], plan: Plan) -> Iterator[Result]:
             value=found.window / float(wanted.window),
             target=WINDOW,
             unit="x",
-            peer=f"simulator, {float(wanted.window):.3f} s",
+            peer=f"simulator, {float(wanted.window):.3f} s; {found.message * 1e3:.1f} ms a message",
         )
         yield Result(
             claim=f"{case}: speed-up",
