@@ -11,7 +11,7 @@ from megapipe.section import Section
 
 class ExpertsConfig(Section):
     """How tokens get to their experts on other ranks and back (docs/moe.md), where these are split
-    by `parallel.ep` or `parallel.etp`. No key changes a result."""
+    by `parallel.ep` or `parallel.etp`. No key but `codec` changes a result."""
 
     dispatch: Literal["all_to_all", "all_gather", "hierarchical", "fetch", "auto"] = "all_to_all"
     """all_to_all: a row for each choice of a token goes to the rank of its expert. hierarchical:
@@ -28,3 +28,8 @@ class ExpertsConfig(Section):
     """Parts in which a rank computes its experts, each with the rows for some of them: those of the
     next part travel meanwhile (with dispatch=fetch its matrices), and the results of the one before
     (PipeMoE, FasterMoE)."""
+    codec: Literal["none", "bf16", "int8"] = "none"
+    """How rows of activations and of gradients look on their way (ScheMoE, Shi et al., 2024). It
+    CHANGES RESULTS: values arrive rounded, also those of experts on the same rank. bf16, of an fp32
+    model: to bfloat16, by 1/256 of a value at most. int8: to 127ths of the largest value of a row,
+    so by 1/254 of that at most; a row is a byte for each value, and 4 more."""

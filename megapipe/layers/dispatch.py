@@ -17,6 +17,9 @@ results are added up, in the order of the ranks, where the tokens are.
 Rows travel in chunks of experts (:mod:`megapipe.layers.expert_chunks`): before a rank computes with
 one, the next has begun its way, and results leave while the next is computed. Each way is an
 all-to-all that has begun and is waited for later, so on a GPU it runs on NCCL's own stream.
+
+Values of rows may travel coded (:mod:`megapipe.layers.row_codec`), all of them, also those that
+stay on their rank: weights of choices and their gradients, choices and counts never.
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.collectives import Wait, done, start_gathering
+from megapipe.distributed.collectives import Wait, start_gathering
 from megapipe.layers.expert_chunks import Chunk, chunks_of, fetched_chunks
 from megapipe.layers.expert_hops import Trip, steps_back, steps_there
 from megapipe.layers.expert_rows import Counts, Rows
+from megapipe.layers.moe_specs import Codec
+from megapipe.layers.row_codec import CODECS, UNCODED, RowCodec
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Form:
     hops: tuple[Axis, Axis] | None = None
     """Rows travel within the node, and between nodes."""
     chunks: int = 1
+    codec: Codec = "none"
+    """Of rows, and of tokens that are gathered."""
 
     def counted(self, ep: Axis) -> Axis:
         """The ranks that tell each other how many rows they have."""
@@ -99,6 +106,10 @@ class Plan(NamedTuple):
         """Whether this rank has all experts."""
         return self.ep.size == 1
 
+    @property
+    def codec(self) -> RowCodec:
+        return CODECS[self.form.codec]
+
 
 class Dispatch(ABC):
     """The way of the rows of a micro-batch in a layer."""
@@ -145,15 +156,19 @@ class Dispatch(ABC):
                 yield chunks[turn], matrices.take(turn), here
 
     def home(self) -> Homeward:
-        """For results of experts, nothing of which is on its way yet."""
-        return Homeward(self)
+        """For rows of results of experts, nothing of which is on its way yet."""
+        return Homeward(self, self.plan.codec)
+
+    def home_of_choices(self) -> Homeward:
+        """For one value of each row."""
+        return Homeward(self, UNCODED)
 
 
 class Homeward:
     """Results of experts on their way to the tokens."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
-        self._dispatch = dispatch
+    def __init__(self, dispatch: Dispatch, codec: RowCodec) -> None:
+        self._dispatch, self._codec = dispatch, codec
         self._trips: list[Trip] = []
 
     def give(self, rows: Tensor) -> None:
@@ -163,7 +178,8 @@ class Homeward:
         form, ep, _, chunks = self._dispatch.plan
         number = len(self._trips)
         steps = steps_back(chunks[number].moved, ep, form.hops)
-        self._trips.append(Trip(self._dispatch.departure(number, rows), steps))
+        departing = self._dispatch.departure(number, rows)
+        self._trips.append(Trip(departing, steps, self._codec))
 
     def arrived(self) -> Tensor:
         """[rows of the tokens here, ...], sums over etp in higher precision."""
@@ -187,10 +203,10 @@ class RowsTravel(Dispatch):
     """Each row goes to the rank of its expert."""
 
     def tokens(self, x: Tensor) -> Coming[Tensor]:
-        return _RowsOut(self, lambda part: self.rows.gather(x, part))
+        return _RowsOut(self, lambda part: self.rows.gather(x, part), self.plan.codec)
 
     def choices(self, values: Tensor) -> Coming[Tensor]:
-        return _RowsOut(self, lambda part: self.rows.of_choices(values, part))
+        return _RowsOut(self, lambda part: self.rows.of_choices(values, part), UNCODED)
 
     def departure(self, number: int, rows: Tensor) -> Tensor:
         if self.plan.alone:
@@ -201,8 +217,10 @@ class RowsTravel(Dispatch):
 
 
 class _RowsOut:
-    def __init__(self, dispatch: RowsTravel, part_of: Callable[[slice], Tensor]) -> None:
-        self._dispatch = dispatch
+    def __init__(
+        self, dispatch: RowsTravel, part_of: Callable[[slice], Tensor], codec: RowCodec
+    ) -> None:
+        self._dispatch, self._codec = dispatch, codec
         self._part_of = part_of
         self._trips: dict[int, Trip] = {}
 
@@ -213,7 +231,7 @@ class _RowsOut:
         if etp > 1:
             sizes = [chunk.moved(ep.index, member) for member in range(0, ep.size, etp)]
             rows = torch.cat([part for part in rows.split(sizes) for _ in range(etp)])
-        self._trips[number] = Trip(rows, steps_there(chunk.moved, ep, form.hops))
+        self._trips[number] = Trip(rows, steps_there(chunk.moved, ep, form.hops), self._codec)
 
     def go_on(self, number: int) -> None:
         self._trips[number].go_on()
@@ -228,10 +246,10 @@ class TokensGathered(Dispatch):
 
     def tokens(self, x: Tensor) -> Coming[Tensor]:
         k = self.rows.slots.shape[1]
-        return _TokensOut(self, x, lambda whole, choices: whole[choices // k])
+        return _TokensOut(self, x, lambda whole, choices: whole[choices // k], self.plan.codec)
 
     def choices(self, values: Tensor) -> Coming[Tensor]:
-        return _TokensOut(self, values, lambda whole, choices: whole.flatten()[choices])
+        return _TokensOut(self, values, lambda whole, choices: whole.flatten()[choices], UNCODED)
 
     def departure(self, number: int, rows: Tensor) -> Tensor:
         source = self.arrival[number] // self.rows.slots.numel()
@@ -240,23 +258,30 @@ class TokensGathered(Dispatch):
 
 class _TokensOut:
     def __init__(
-        self, dispatch: TokensGathered, own: Tensor, take: Callable[[Tensor, Tensor], Tensor]
+        self,
+        dispatch: TokensGathered,
+        own: Tensor,
+        take: Callable[[Tensor, Tensor], Tensor],
+        codec: RowCodec,
     ) -> None:
-        self._dispatch = dispatch
-        self._whole, self._take = own, take
-        self._wait: Wait = done
+        self._dispatch, self._codec = dispatch, codec
+        self._values, self._take = own, take
+        self._coming: list[tuple[Tensor, Wait]] = []
 
     def begin(self, number: int) -> None:
         if number == 0:
-            self._whole, self._wait = start_gathering(self._whole, self._dispatch.plan.ep)
+            own = self._codec.coded(self._values)
+            self._coming.append(start_gathering(own, self._dispatch.plan.ep))
 
     def go_on(self, number: int) -> None:
         """There is one hop alone."""
 
     def take(self, number: int) -> Tensor:
-        self._wait()
-        self._wait = done
-        return self._take(self._whole, self._dispatch.arrival[number])
+        if number == 0:
+            coded, wait = self._coming.pop()
+            wait()
+            self._values = self._codec.decoded(coded, self._values.dtype)
+        return self._take(self._values, self._dispatch.arrival[number])
 
 
 def remade(plan: Plan, *tensors: Tensor) -> Dispatch:

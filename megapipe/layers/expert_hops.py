@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import done, start_all_to_all
+from megapipe.layers.row_codec import UNCODED, RowCodec
 
 
 class Hop(NamedTuple):
@@ -45,10 +46,11 @@ Moved = Callable[[int, int], int]
 
 
 class Trip:
-    """Rows on their way, the first hop of which has begun."""
+    """Rows on their way, coded, the first hop of which has begun."""
 
-    def __init__(self, rows: Tensor, steps: Iterable[Step]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Tensor, steps: Iterable[Step], codec: RowCodec = UNCODED) -> None:
+        self._codec, self._dtype = codec, rows.dtype
+        self._rows = codec.coded(rows)
         self._steps = deque(steps)
         self._wait = done
         self._begin()
@@ -64,7 +66,7 @@ class Trip:
             self._begin()
         self._wait()
         self._wait = done
-        return self._rows
+        return self._codec.decoded(self._rows, self._dtype)
 
     def _begin(self) -> None:
         """Take the steps that are left up to a hop, which begins."""

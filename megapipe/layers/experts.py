@@ -256,7 +256,7 @@ class _ExpertsFunction(Function):
         p = route.scores(logits, routing)
         if weight is None:
             weight = rows.of_choices(route.weights(p, ids, routing))
-        of_x, of_weights = dispatch.home(), dispatch.home()
+        of_x, of_weights = dispatch.home(), dispatch.home_of_choices()
         found: list[tuple[Tensor, ...]] = []
         matrices, grads = layer.matrices(plan.chunks), dispatch.tokens(grad.flatten(0, 1))
         for chunk, of, (grad_y,) in dispatch.in_turn(matrices, grads):

@@ -12,6 +12,8 @@ from megapipe.layers.specs import ParameterSpec
 
 Drop = Literal["choice", "position", "score"]
 Scope = Literal["sequence", "microbatch", "step"]
+Codec = Literal["none", "bf16", "int8"]
+"""How rows that travel to experts look on the wire (:mod:`megapipe.layers.row_codec`)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ their balance and z terms, and choices dropped."""
 def numbers_told(experts: Mapping[int, int]) -> int:
     """Numbers that all layers tell, which have so many experts each."""
     return sum(NUMBERS + count for count in experts.values())
+
+
+def wire_bytes(codec: str, width: int, size: int) -> int:
+    """Bytes of a row of so many values on the wire, each of `size` where it is not coded."""
+    return {"none": width * size, "bf16": width * 2, "int8": width + 4}[codec]
 
 
 def bias_name(layer: int) -> str:

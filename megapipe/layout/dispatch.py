@@ -33,7 +33,9 @@ def resolved_dispatch(config: Config, device: DeviceKind) -> ExpertsConfig:
     if experts.dispatch != "auto":
         return experts
     travels = config.model.moe.experts is not None and parallel.ep * parallel.etp > 1
-    forms = BY_BYTES if travels else BY_BYTES[:1]
+    forms = [*BY_BYTES] if travels else [*BY_BYTES[:1]]
+    if experts.codec != "none" and "fetch" in forms:
+        forms.remove("fetch")
     found = min(forms, key=lambda form: _bytes(config, form, device))
     return experts.model_copy(update={"dispatch": found})
 
@@ -78,6 +80,7 @@ def check_dispatch(config: Config) -> None:
             )
     if moe.experts is None or not split:
         return
+    _check_codec(config)
     for layer in filter(moe.has_experts, range(config.model.layers)):
         here = moe.experts_of(layer) // ep
         if experts.chunks > here:
@@ -87,6 +90,25 @@ def check_dispatch(config: Config) -> None:
             )
     if experts.dispatch == "hierarchical":
         _check_node(experts.node or 1, ep * etp)
+
+
+def _check_codec(config: Config) -> None:
+    """Refuse to round what is to be exact, and codecs of what travels not at all or no shorter."""
+    codec, dtype = config.experts.codec, config.model.dtype
+    if codec == "none":
+        return
+    where = f"experts.codec={codec}"
+    if dtype == "fp64":
+        raise ConfigError(f"{where} rounds what model.dtype=fp64 keeps exact: expected none")
+    if config.experts.dispatch == "fetch":
+        raise ConfigError(
+            f"{where} is for rows, none of which travel with experts.dispatch=fetch: expected "
+            "none, or another dispatch"
+        )
+    if codec == "bf16" and dtype != "fp32":
+        raise ConfigError(
+            f"{where} makes rows of model.dtype={dtype} no shorter: expected none or int8"
+        )
 
 
 def _check_node(node: int, ranks: int) -> None:

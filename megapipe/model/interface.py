@@ -54,6 +54,8 @@ class Conditions:
     node: int | None = None
     """Ranks of a node, where they do within nodes and then between them."""
     expert_chunks: int = 1
+    codec: str = "none"
+    """``experts.codec``, of rows on their way."""
     compile: bool = False
     loss: str | None = None
     """``train.loss``, a loss of the user's."""
@@ -228,10 +230,9 @@ Feature = Literal[
     "lora",
     "context",
 ]
-"""Features that a family may support: tensor parallelism, sequence parallelism, slices of
-sequences, recomputation of modules or of whole layers, activations in host memory, torch.compile,
-attention that ends at documents, a loss in chunks, a key/value cache for generation, low-rank
-adapters, and context parallelism."""
+"""Features that a family may support. Recomputation is of modules (selective) or of whole layers
+(full), activations go to host memory (offload), attention ends at documents (document_mask), and a
+key/value cache is for generation."""
 
 
 class Family(ABC):

@@ -65,11 +65,12 @@ REFUSED = (
 )
 MIXTURE, TEMPERATURE = "data.mixture", "data.temperature"
 """Listed, unless the order is Megatron-LM's."""
-LISTED_OF_PIPELINE = (
+LISTED = (
     *("pipeline.weights", "pipeline.horizon", "pipeline.correction"),
     *("pipeline.lr_anneal_steps", "pipeline.synchronous_steps"),
+    "experts.codec",
 )
-"""All other keys of the pipeline are harmless."""
+"""All other keys of these sections are harmless."""
 LISTED_OF_MODEL = (
     *("model.dtype", "model.dropout", "model.moe.balance", "model.moe.balance_scope"),
     *("model.moe.balance_choices", "model.moe.z", "model.moe.capacity", "model.moe.drop"),
@@ -99,7 +100,7 @@ class Change:
     @property
     def harmless(self) -> bool:
         """Whether nothing that is learnt depends on it."""
-        if self.refused or self.key in LISTED_OF_PIPELINE:
+        if self.refused or self.key in LISTED:
             return False
         return any(
             self.key.startswith(name) if name.endswith(".") else self.key == name

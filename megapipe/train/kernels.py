@@ -137,6 +137,7 @@ def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Shard
         fetches=experts.dispatch == "fetch",
         hops=mesh.expert_hops,
         chunks=experts.chunks,
+        codec=experts.codec,
     )
     return replace(given, sequence=mesh.sequence, ep=mesh.ep, etp=mesh.grid.etp, form=form)
 

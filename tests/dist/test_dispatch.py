@@ -155,6 +155,9 @@ FORMS = [
     replace(EVEN, ep=2, expert_chunks=2, activations="full"),
     replace(EVEN, ep=2, etp=2, **TWO_HOPS, expert_chunks=2),
     replace(EVEN, ep=2, **GATHERED, expert_chunks=2, activations="full"),
+    replace(EVEN, ep=2, codec="int8", expert_chunks=2),
+    replace(EVEN, ep=2, etp=2, codec="int8", dtype="bf16", **TWO_HOPS),
+    replace(EVEN, codec="bf16", dtype="fp32", **GATHERED),
     replace(EVEN, **FETCHED),
     replace(EVEN, model="gpt2", ep=2, etp=2, **FETCHED, expert_chunks=2, activations="full"),
 ]

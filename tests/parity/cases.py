@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megapipe.config import Config
 from megapipe.distributed.mesh import Grid
+from megapipe.layout.family import family_of
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.moe_config import MoEConfig
@@ -90,6 +91,8 @@ class Case:
     node: int | None = None
     """Ranks of a node, where dispatch is hierarchical."""
     expert_chunks: int = 1
+    codec: str = "none"
+    """Of rows on their way to experts."""
     lora: str | None = None
     """Adapters are trained, beside the layers of that name in ADAPTED."""
     model: str = "gpt2"
@@ -184,6 +187,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "dispatch": case.dispatch,
                 "node": case.node,
                 "chunks": case.expert_chunks,
+                "codec": case.codec if case.dtype != "fp64" else "none",
             },
             "pipeline": {
                 "schedule": case.schedule,
@@ -244,11 +248,21 @@ def configure(case: Case) -> tuple[Config, Layout]:
         }
     )
     config, resolved = resolve(config, case.world, case.vocab)
+    if case.codec != config.experts.codec:
+        config, resolved = _coded(config, resolved, case.codec)
     if case.lengths is not None:
         assert len(case.lengths) == resolved.schedule.slices
         assert sum(case.lengths) == case.sequence
         resolved = replace(resolved, slice_lengths=case.lengths)
     return config, resolved
+
+
+def _coded(config: Config, layout: Layout, codec: str) -> tuple[Config, Layout]:
+    """With a codec, which a run of an fp64 model may not have: in fp64 it shows, beyond all other
+    roundings, that rows are coded where they should be, and how."""
+    experts = config.experts.model_copy(update={"codec": codec})
+    config = config.model_copy(update={"experts": experts})
+    return config, replace(layout, model=family_of(config, layout.device))
 
 
 @functools.lru_cache(maxsize=64)
@@ -354,6 +368,7 @@ def plain(case: Case) -> Case:
         dispatch="all_to_all",
         node=None,
         expert_chunks=1,
+        codec="none",
         chunks=None,
         m=case.m * case.dp,
         schedule="1f1b",

@@ -34,6 +34,7 @@ from tests.parity.expected import (
     loss_at,
     plain_error,
     validation,
+    wire_of,
 )
 from tests.parity.mixture import Told, experts_of, has_experts, kept, moved
 from tests.parity.outcome import Outcome, assemble
@@ -291,7 +292,7 @@ def check_copies(
 
 def check_training(case: Case, outcomes: Sequence[Outcome], grads: Sequence[Params]) -> None:
     """Losses, gradients, norms and weights of all steps, from the first weights on."""
-    steps, _ = expected(plain(case))
+    steps, _ = expected(plain(case), wire_of(case))
     for i, ref in enumerate(steps):
         reference.assert_grads_close(grads[i], ref.grads)
         check_routing(case, ref.told, [o.routing[i] for o in outcomes])

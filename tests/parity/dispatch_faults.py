@@ -29,9 +29,9 @@ def tokens_of_another_rank_taken() -> Patch:
     take = _TokensOut.take
 
     def wrong(self: _TokensOut, number: int) -> Tensor:
-        self._wait()
-        self._whole = self._whole.roll(len(self._whole) // 2, 0)
-        return take(self, number)
+        take(self, number)
+        moved = self._values.roll(len(self._values) // 2, 0)
+        return self._take(moved, self._dispatch.arrival[number])
 
     return mock.patch.object(_TokensOut, "take", wrong)
 

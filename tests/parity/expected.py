@@ -17,7 +17,7 @@ from tests.parity.by_position import grads_by_position
 from tests.parity.cases import END, Case, batch_of, configure, plain, settings, validation_samples
 from tests.parity.choices import check_choices
 from tests.parity.dropout_noise import noise_of
-from tests.parity.mixture import Told
+from tests.parity.mixture import Told, Wire
 from tests.parity.reference import Batch, Params
 
 ROUNDING = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
@@ -25,8 +25,9 @@ ROUNDING = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-
 
 
 @functools.lru_cache(maxsize=64)
-def expected(case: Case) -> tuple[list[reference.Step], float]:
-    """The steps of AdamW from the first weights on, and the validation loss, of a plain case."""
+def expected(case: Case, wire: Wire | None = None) -> tuple[list[reference.Step], float]:
+    """The steps of AdamW from the first weights on, and the validation loss, of a plain case whose
+    rows of experts go through `wire`."""
     config, _ = configure(case)
     params = reference.init_random(config.model, seed=3, lora=config.lora)
     lr = [learning_rate(config.optimizer, i, case.steps) for i in range(case.steps)]
@@ -35,8 +36,18 @@ def expected(case: Case) -> tuple[list[reference.Step], float]:
     )
     batches = [batch_of(case, i) for i in range(case.steps)]
     end = document_end(case)
-    steps = reference.train(params, config.model, batches, settings, end, case.batch)
+    steps = reference.train(params, config.model, batches, settings, end, case.batch, wire)
     return steps, validation(case, params).exact
+
+
+def wire_of(case: Case) -> Wire | None:
+    """What rows of experts go through, if that is anything."""
+    return Wire(case.codec, case.etp) if case.codec != "none" else None
+
+
+def told_of(case: Case, given: Sequence[Tensor] = ()) -> Told:
+    """For what layers with experts tell, under `given` choices."""
+    return Told(case.batch, given=given, wire=wire_of(case) or Wire())
 
 
 def document_end(case: Case) -> int | None:
@@ -81,7 +92,7 @@ def loss_at(
     """The loss at these weights, under `given` choices of experts, which are checked."""
     model, end = settings(case).model, document_end(case)
     tokens, labels, mask = batch
-    told = [Told(case.batch, given=given) for _ in range(2)]
+    told = [told_of(case, given) for _ in range(2)]
     exact = of_tokens(params, model, "fp64", tokens, labels, end, noise, told[0])[mask]
     rounded = exact
     if case.dtype != "fp64":
@@ -134,7 +145,7 @@ def gradients_at(
     """The gradients of a step at these weights, under `given` choices of experts."""
     model, end, noise = settings(case).model, document_end(case), noise_of(case, step)
     exact_model = model.model_copy(update={"dtype": "fp64"})
-    told = Told(case.batch, given=given)
+    told = told_of(case, given)
     _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise, told=told)
     return Gradients(
         exact,
@@ -158,9 +169,9 @@ def plain_error(
     if draw and case.master == "none":
         params = {name: p.bfloat16().double() for name, p in params.items()}
     exact_model = model.model_copy(update={"dtype": "fp64"})
-    told, scale = Told(case.batch, given=given), case.loss_scale or 1.0
+    told, scale = told_of(case, given), case.loss_scale or 1.0
     _, exact = reference.loss_and_grads(params, exact_model, batch, end, noise=noise, told=told)
-    told = Told(case.batch, given=given)
+    told = told_of(case, given)
     _, rounded = reference.loss_and_grads(
         params, model, batch, end, noise=noise, scale=scale, told=told
     )

@@ -81,6 +81,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     ],
     "dispatch": [("all_to_all", None), ("all_gather", None), ("hierarchical", 2), ("fetch", None)],
     "expert_chunks": [1, 3],
+    "codec": ["none", "bf16", "int8"],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [
         *("keep", "stage", "full, two together", "of each some"),
@@ -130,6 +131,7 @@ PLAIN_SHARE = {
     "moe": 0.9,
     "dispatch": 0.9,
     "expert_chunks": 0.9,
+    "codec": 0.9,
     "lora": 0.9,
     "compile": 0.95,
     "dropout": 0.75,
@@ -209,8 +211,10 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
 def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     """Whether tokens go to experts of other ranks, which are enough for the form."""
     (moe, ep, etp), (dispatch, node), chunks = c["moe"], c["dispatch"], c["expert_chunks"]
+    if c["codec"] != "none" and (dispatch == "fetch" or c["dtype"] != "fp64"):
+        return False  # in a narrow type what is rounded to which step is decided by other roundings
     if ep * etp == 1:
-        return dispatch == "all_to_all" and chunks == 1
+        return dispatch == "all_to_all" and chunks == 1 and c["codec"] == "none"
     experts = MOE[moe]["experts"]
     fewest = min(experts) if isinstance(experts, list) else experts
     return chunks <= fewest // ep and (node is None or node < ep * etp)
@@ -252,11 +256,14 @@ def fit(rng: random.Random, choice: Choice, given: Mapping[str, Any]) -> Choice:
         choice["layout"] = rng.choice(SPLIT)
     if "context" not in given and choice["layout"][1] == 1:
         choice["context"] = "ring"
+    if "codec" in given and choice["codec"] != "none" and "dtype" not in given:
+        choice["dtype"] = "fp64"
     if not _can_be_dispatched(choice):
-        if "moe" not in given and not given.keys().isdisjoint(("dispatch", "expert_chunks")):
+        about_rows = "dispatch", "expert_chunks", "codec"
+        if "moe" not in given and not given.keys().isdisjoint(about_rows):
             of = [moe for moe in DIMENSIONS["moe"] if _can_be_dispatched(choice | {"moe": moe})]
             choice["moe"] = rng.choice(of or [choice["moe"]])
-        for name in {"dispatch", "expert_chunks"} - given.keys():
+        for name in set(about_rows) - given.keys():
             choice[name] = DIMENSIONS[name][0]
     return choice
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,39 @@ from torch.nn import functional as F
 from megapipe.model.gpt.config import ModelConfig
 
 Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What rows of experts on other ranks go through."""
+
+    codec: str = "none"
+    parts: int = 1
+    """Ranks with parts of the same expert, each of which sends its own results."""
+
+    def pass_on(self, rows: Tensor) -> Tensor:
+        """Rows as they arrive; their gradients come back the same way."""
+        return rows if self.codec == "none" else _Passed.apply(rows, self.codec)
+
+
+class _Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, codec: str) -> Tensor:
+        ctx.codec = codec
+        return coded(rows, codec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return coded(grad, ctx.codec), None
+
+
+def coded(row: Tensor, codec: str) -> Tensor:
+    """A row [h] as a codec leaves it."""
+    if codec == "bf16":
+        return row.to(torch.bfloat16).to(row.dtype)
+    step = max(row.abs().max().item() / 127, 2.0**-126)
+    step = torch.tensor(step, dtype=torch.float32).item()
+    return torch.tensor([round(x / step) * step for x in row.tolist()], dtype=row.dtype)
 
 
 @dataclass
@@ -38,6 +72,7 @@ class Told:
     given: Sequence[Tensor] = ()
     """The choices of each layer with experts, [b, s, k], ~expert where one is dropped; by default
     they are made."""
+    wire: Wire = Wire()
     ranked: list[Tensor] = field(default_factory=list)
     """[b, s, experts]: what tokens choose by."""
     weights: list[Tensor] = field(default_factory=list)
@@ -130,14 +165,28 @@ def mixture(
                         for kind in ("weight", "bias")
                         if f"{name}.{each}.{kind}" in params
                     }
-                    own = {f"expert.{key}": value for key, value in own.items()}
-                    y = y + weights[row][t][j] * mlp(x[row, t], own, "expert").to(wide)
+                    for part in range(told.wire.parts):
+                        here = _part(own, part, told.wire.parts)
+                        z = mlp(told.wire.pass_on(x[row, t]), here, "expert").to(wide)
+                        y = y + told.wire.pass_on(weights[row][t][j] * z)
             tokens.append(y)
         samples.append(torch.stack(tokens))
     last = params.get(f"{name}.router.counts")
     _tell(told, logits, p, chosen, model, None if last is None else last.tolist())
     told.dropped.append(dropped)
     return _beside(torch.stack(samples).to(x.dtype), x, params, name, model, mlp)
+
+
+def _part(own: Mapping[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
+    """The part of an expert with some of its inner values; the first one has the last bias."""
+    inner = {"up.weight": -2, "up.bias": -1, "down.weight": -1}
+    here = {
+        f"expert.{name}": value.chunk(parts, inner[name])[part] if name in inner else value
+        for name, value in own.items()
+    }
+    if part:
+        here.pop("expert.down.bias", None)
+    return here
 
 
 def choose(p: list[float], model: ModelConfig) -> list[int]:

@@ -55,7 +55,9 @@ BESIDE = {
     "model.moe.shared_gate": f"{EXPERTS} model.moe.shared=8",
     "model.moe.drop": f"{EXPERTS} model.moe.capacity=1",
     **dict.fromkeys(("parallel.ep", "parallel.etp"), EXPERTS),
-    **dict.fromkeys(("experts.dispatch", "experts.chunks"), f"{EXPERTS} parallel.ep=2"),
+    **dict.fromkeys(
+        ("experts.dispatch", "experts.chunks", "experts.codec"), f"{EXPERTS} parallel.ep=2"
+    ),
     "experts.node": f"model.moe.experts=8 {FOUR} parallel.dp=2 parallel.ep=8 "
     "experts.dispatch=hierarchical experts.node=2",
     "model.norm_offset": "model.norm=rmsnorm",

@@ -20,7 +20,7 @@ from tests.parity.compare import assert_error_like as assert_error_like
 from tests.parity.compare import assert_grads_close as assert_grads_close
 from tests.parity.compare import assert_weights_close as assert_weights_close
 from tests.parity.compare import gradient_scales as gradient_scales
-from tests.parity.mixture import Told, has_experts, kept, mixture, moved
+from tests.parity.mixture import Told, Wire, has_experts, kept, mixture, moved
 from tests.parity.mixture import shapes as mixture_shapes
 from tests.parity.reference_positions import rotate, slope
 
@@ -307,9 +307,10 @@ def train(
     optimizer: Settings,
     end: int | None = None,
     rows: int | None = None,
+    wire: Wire | None = None,
 ) -> list[Step]:
     """One AdamW step per global batch on master weights (fp32, for an fp64 model fp64); `rows` are
-    those of a micro-batch, by default all."""
+    those of a micro-batch, by default all, and `wire` is what rows of experts go through."""
     assert len(optimizer.lr) == len(batches), "one learning rate per step"
     assert model.dropout == model.moe.jitter == 0, "noise differs from step to step"
     dtype = MASTER_DTYPES[model.dtype]
@@ -328,7 +329,7 @@ def train(
     )
     steps = []
     for batch, lr in zip(batches, optimizer.lr, strict=True):
-        told = Told(rows or len(batch[0]))
+        told = Told(rows or len(batch[0]), wire=wire or Wire())
         value, grads = loss_and_grads(masters, model, batch, end, told=told)
         for name, parameter in learning.items():
             parameter.grad = grads[name].clone()

@@ -83,7 +83,9 @@ ELSEWHERE = {
     **dict.fromkeys(("slice_overhead", "slice_attention", "swap"), "refused"),
     **dict.fromkeys(("master", "post_validation", "lora", "loss_scale"), "refused"),
     **dict.fromkeys(("moe", "ep", "etp"), "refused"),
-    **dict.fromkeys(("dispatch", "node", "expert_chunks", "grouped"), "of moe, which is refused"),
+    **dict.fromkeys(
+        ("dispatch", "node", "expert_chunks", "codec", "grouped"), "of moe, which is refused"
+    ),
     "correction": "test_streams",
     "prefetch": "of ZeRO-3, which is refused",
     "overlap": "changes no bit: test_overlap",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.layers.moe_specs import wire_bytes
 from megapipe.layers.policy import Span
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe import mixture_parameters
@@ -54,7 +55,8 @@ def rows_traffic(
     repeated, without_outputs = _run_again(model, stage, spans, again=again)
     runs = layers + len(repeated)
     tokens = rows * length // (given.cp * given.tp)
-    row, weight = model.hidden * DTYPE_BYTES[model.dtype], high_bytes(model)
+    row = wire_bytes(given.codec, model.hidden, DTYPE_BYTES[model.dtype])
+    weight = high_bytes(model)
     if given.dispatch == "all_gather":
         whole = given.ep * given.etp * tokens
         forward = row + moe.top_k * (weight + CHOICE)

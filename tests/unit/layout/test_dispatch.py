@@ -13,6 +13,7 @@ from megapipe.layout.resolve import resolve
 BASE = ("model.hidden=64", "model.heads=8", "model.vocab_size=512", "train.global_batch=192")
 AUTO = "experts.dispatch=auto"
 HIERARCHICAL = "experts.dispatch=hierarchical"
+CODECS = ("none", "bf16", "int8")
 
 
 def plan(*overrides: str) -> tuple[Config, Layout]:
@@ -58,6 +59,45 @@ def test_auto_fetches_where_experts_are_fewer_bytes_than_rows() -> None:
         assert config.experts.dispatch == ("fetch" if fewer else "all_to_all"), rows
         seen.add(fewer)
     assert seen == {True, False}
+
+
+def test_with_a_codec_auto_does_not_fetch() -> None:
+    """Matrices travel as they are; of coded rows fewer choices are fewer bytes than tokens."""
+    sizes = ("model.moe.ffn=8", "model.bias=false", "train.microbatch=32")
+    each = (*sizes, "parallel.dp=2", "parallel.ep=2", AUTO)
+    forms = [plan(*each, f"experts.codec={codec}")[0].experts.dispatch for codec in CODECS]
+    assert forms == ["fetch", "all_to_all", "all_to_all"]
+    assert plan(*each, "experts.codec=int8", "model.moe.top_k=4")[0].experts.dispatch == (
+        "all_gather"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ("experts.codec=int8", "model.dtype=fp64"),
+            "experts.codec=int8 rounds what model.dtype=fp64 keeps exact: expected none",
+        ),
+        (
+            ("experts.codec=bf16", "model.dtype=bf16"),
+            "experts.codec=bf16 makes rows of model.dtype=bf16 no shorter: expected none or int8",
+        ),
+        (
+            ("experts.codec=int8", "experts.dispatch=fetch"),
+            "none of which travel with experts.dispatch=fetch: expected none, or another dispatch",
+        ),
+        (
+            ("experts.codec=int8", "parallel.ep=1"),
+            "experts.codec=int8 has no effect without parallel.ep or parallel.etp above 1",
+        ),
+    ],
+)
+def test_codecs_that_are_refused(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan("parallel.dp=2", "parallel.ep=2", *overrides)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_sixteen_times_fewer_bytes_where_rows_are_sixteen_times_the_matrices() -> None:

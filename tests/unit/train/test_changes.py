@@ -14,6 +14,7 @@ from megapipe.errors import CheckpointError
 from megapipe.keys import KEYS, SECTIONS
 from megapipe.train.changes import (
     HARMLESS,
+    LISTED,
     LISTED_OF_MODEL,
     MIXTURE,
     OF_CORPUS,
@@ -42,7 +43,7 @@ def told(*overrides: str, own: bool = True, corpus: Change | None = None) -> lis
 
 
 def test_classes_name_keys_that_there_are() -> None:
-    for name in (*HARMLESS, *REFUSED, *LISTED_OF_MODEL):
+    for name in (*HARMLESS, *REFUSED, *LISTED, *LISTED_OF_MODEL):
         assert name in KEYS or name.removesuffix(".") in SECTIONS, name
 
 

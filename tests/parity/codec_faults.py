@@ -1,0 +1,107 @@
+"""Faults of coded rows, seeded one at a time: parity has to notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megapipe.layers import experts, row_codec
+from megapipe.layers.dispatch import Dispatch, Homeward, RowsTravel, _RowsOut
+from megapipe.layers.expert_hops import Hop, Trip
+from megapipe.layers.row_codec import CODECS, UNCODED, RowCodec, Stepped
+from megapipe.testing import World
+from tests.parity.cases import Case
+from tests.parity.faults import Patch, run_of_size
+
+STEPPED = Case(dp=2, ep=2, moe="top 2", masked=0.3, layers=2, codec="int8")
+ROUNDED = replace(STEPPED, codec="bf16")
+
+
+def gradients_are_not_coded() -> Patch:
+    backward = experts._ExpertsFunction.backward
+
+    def wrong(ctx: Any, grad: Tensor) -> Any:
+        ctx.plan = ctx.plan._replace(form=replace(ctx.plan.form, codec="none"))
+        return backward(ctx, grad)
+
+    return mock.patch.object(experts._ExpertsFunction, "backward", wrong)
+
+
+def results_are_not_coded() -> Patch:
+    return mock.patch.object(Dispatch, "home", lambda self: Homeward(self, UNCODED))
+
+
+def rows_that_stay_are_not_coded() -> Patch:
+    init, arrived = Trip.__init__, Trip.arrived
+
+    def begins(self: Any, rows: Tensor, steps: Sequence[Hop], codec: RowCodec) -> None:
+        (hop,) = steps
+        own, start = hop.axis.index, sum(hop.sends[: hop.axis.index])
+        self.place = sum(hop.receives[:own])
+        self.own = rows[start : start + hop.sends[own]]
+        init(self, rows, steps, codec)
+
+    def ends(self: Any) -> Tensor:
+        rows = arrived(self)
+        rows[self.place : self.place + len(self.own)] = self.own
+        return rows
+
+    return mock.patch.multiple(Trip, __init__=begins, arrived=ends)
+
+
+def one_step_for_all_rows() -> Patch:
+    coded = Stepped.coded
+
+    def wrong(self: Stepped, rows: Tensor) -> Tensor:
+        if not len(rows):
+            return coded(self, rows)
+        line = coded(self, rows.reshape(1, -1))
+        steps, step = line[:, : rows.numel()], line[:, rows.numel() :]
+        return torch.cat((steps.view(rows.shape), step.expand(len(rows), -1)), -1)
+
+    return mock.patch.object(Stepped, "coded", wrong)
+
+
+def values_are_cut_off() -> Patch:
+    """And not rounded to the nearest."""
+    coded = Stepped.coded
+
+    def wrong(self: Stepped, rows: Tensor) -> Tensor:
+        with mock.patch.object(torch.Tensor, "round", torch.Tensor.trunc):
+            return coded(self, rows)
+
+    return mock.patch.object(row_codec.Stepped, "coded", wrong)
+
+
+def weights_are_coded() -> Patch:
+    def wrong(self: RowsTravel, values: Tensor) -> _RowsOut:
+        return _RowsOut(self, lambda part: self.rows.of_choices(values, part), CODECS["bf16"])
+
+    return mock.patch.object(RowsTravel, "choices", wrong)
+
+
+def gradients_of_weights_are_coded() -> Patch:
+    return mock.patch.object(
+        Dispatch, "home_of_choices", lambda self: Homeward(self, CODECS["bf16"])
+    )
+
+
+FAULTS: dict[Callable[[], Patch], Case] = {
+    gradients_are_not_coded: STEPPED,
+    results_are_not_coded: STEPPED,
+    rows_that_stay_are_not_coded: STEPPED,
+    one_step_for_all_rows: STEPPED,
+    values_are_cut_off: STEPPED,
+    weights_are_coded: ROUNDED,
+    gradients_of_weights_are_coded: ROUNDED,
+}
+
+
+def run_faults(world: World) -> list[tuple[str, Any]]:
+    """Every fault whose case has this world's size."""
+    return run_of_size(world, FAULTS)
