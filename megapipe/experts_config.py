@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.section import Section
+from megapipe.section import Expected, Section
 
 
 class ExpertsConfig(Section):
@@ -24,12 +24,22 @@ class ExpertsConfig(Section):
     node: int | None = Field(None, ge=2)
     """Ranks of a node, for dispatch=hierarchical; default: as many as the launcher has started on
     one, in a plan without a launcher `parallel.per_node`."""
-    chunks: int = Field(1, ge=1, le=8)
+    chunks: Annotated[
+        Annotated[int, Field(ge=1, le=8)] | Literal["auto"],
+        Expected("a whole number >= 1 and <= 8, or auto"),
+    ] = 1
     """Parts in which a rank computes its experts, each with the rows for some of them: those of the
     next part travel meanwhile (with dispatch=fetch its matrices), and the results of the one before
-    (PipeMoE, FasterMoE)."""
+    (PipeMoE, FasterMoE). auto: as many as take the least time by simulation, at the speeds that
+    plans assume (`parallel.node_gb_s`, `network_gb_s`, `latency_us`, `log.device`,
+    `log.efficiency`)."""
     codec: Literal["none", "bf16", "int8"] = "none"
     """How rows of activations and of gradients look on their way (ScheMoE, Shi et al., 2024). It
     CHANGES RESULTS: values arrive rounded, also those of experts on the same rank. bf16, of an fp32
     model: to bfloat16, by 1/256 of a value at most. int8: to 127ths of the largest value of a row,
     so by 1/254 of that at most; a row is a byte for each value, and 4 more."""
+
+    @property
+    def number_of_chunks(self) -> int:
+        """`chunks`; 1 where it is not resolved yet."""
+        return 1 if self.chunks == "auto" else self.chunks

@@ -72,6 +72,9 @@ class ParallelConfig(Section):
     """GB/s that a process sends to others of its node; as over NVLink."""
     network_gb_s: float = Field(25.0, gt=0)
     """GB/s that a process sends to other nodes; as over a port of 200 Gbit/s."""
+    latency_us: float = Field(20.0, ge=0)
+    """Microseconds that an exchange of nothing takes, for what plans and `experts.chunks=auto` make
+    of rows on their way to experts: it is what chunks cost."""
     timeout_s: float = Field(600.0, ge=1, le=604_800)
     """Seconds after which a collective or a message that no peer answers is an error, at most a
     week; also for the meeting of the processes, and for the store in which they meet."""

@@ -12,6 +12,7 @@ from megapipe.model.interface import Family
 from megapipe.strict_yaml import text_of
 from megapipe.words import either
 
+MOST_CHUNKS = 8
 BY_BYTES = ("all_to_all", "all_gather", "fetch")
 """Forms of which dispatch=auto takes one, the first where they are equal."""
 
@@ -38,6 +39,13 @@ def resolved_dispatch(config: Config, device: DeviceKind) -> ExpertsConfig:
         forms.remove("fetch")
     found = min(forms, key=lambda form: _bytes(config, form, device))
     return experts.model_copy(update={"dispatch": found})
+
+
+def most_chunks(config: Config) -> int:
+    """Into so many chunks the experts of a rank can be cut, in every layer that has some."""
+    moe = config.model.moe
+    layers = filter(moe.has_experts, range(config.model.layers))
+    return min(MOST_CHUNKS, *(moe.experts_of(layer) // config.parallel.ep for layer in layers))
 
 
 def with_dispatch(config: Config, form: str, device: DeviceKind) -> Family:
@@ -83,7 +91,7 @@ def check_dispatch(config: Config) -> None:
     _check_codec(config)
     for layer in filter(moe.has_experts, range(config.model.layers)):
         here = moe.experts_of(layer) // ep
-        if experts.chunks > here:
+        if experts.number_of_chunks > here:
             raise ConfigError(
                 f"experts.chunks={experts.chunks} is more than the {here} experts that a rank has "
                 f"of {experts_in(moe, layer)} at parallel.ep={ep}: expected at most that"

@@ -19,6 +19,7 @@ from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
 from megapipe.layout.dispatch import resolved_dispatch
 from megapipe.layout.expert_checks import check_pieces, check_sizes
+from megapipe.layout.expert_time import resolved_chunks
 from megapipe.layout.family import family_of, resolved_lora, resolved_model
 from megapipe.layout.freed import freed_share
 from megapipe.layout.layout import DeviceKind, Layout
@@ -92,9 +93,12 @@ def _resolve(
     lora = resolved_lora(given.lora, model)
     config = given.model_copy(update={"model": model, "parallel": parallel, "lora": lora})
     device = device or device_kind(config)
-    if config.experts.dispatch == "auto":
+    if "auto" in (config.experts.dispatch, config.experts.chunks):
         check_sizes(config, dp)
-    config = config.model_copy(update={"experts": resolved_dispatch(config, device)})
+    experts = resolved_dispatch(config, device)
+    config = config.model_copy(update={"experts": experts})
+    chunks = {"chunks": resolved_chunks(config, device)}
+    config = config.model_copy(update={"experts": experts.model_copy(update=chunks)})
     if before is not None and config == given and device == before.device:
         return config, before
     family = family_of(config, device)
@@ -151,7 +155,7 @@ def _resolve(
         ep=parallel.ep,
         etp=parallel.etp,
         node=config.experts.node,
-        expert_chunks=config.experts.chunks,
+        expert_chunks=config.experts.number_of_chunks,
         microbatches=microbatches,
         world=processes,
         device=device,

@@ -16,9 +16,9 @@ from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
 from megapipe.layout.context_plan import PASSES, Pass, context_plans
 from megapipe.layout.family import family_of
+from megapipe.layout.speeds import Speeds
 from megapipe.model.interface import AttentionNeeds
 from megapipe.plan.context_traffic import Attention
-from megapipe.plan.speeds import Speeds
 
 GEMMS = {"F": 2, "I": 5}
 """Products of a query with a key that each score takes: two in the forward, five in the backward,

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.layout.layout import Layout
+from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import Activations, peak_activations
 from megapipe.plan.communicators import outside_torch
 from megapipe.plan.memory import COPIES_KEPT, ModelMemory, model_memory
 from megapipe.plan.pace import expected_step
-from megapipe.plan.speeds import Speeds
 from megapipe.schedule.timing.simulate import Timeline
 
 

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import isclose
 from typing import NamedTuple
 
 from megapipe.config import Config
+from megapipe.layout.dispatch import MOST_CHUNKS
+from megapipe.layout.expert_time import Assumed, LayerWork
+from megapipe.layout.expert_ways import PASSES, Pass, ways
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import in_nodes
-from megapipe.model.interface import bytes_of
-from megapipe.model.partition import StageSpec
+from megapipe.layout.speeds import Speeds
 from megapipe.plan.buckets import process_buckets
-from megapipe.plan.expert_traffic import OF_ROWS, PASSES, Hop, Pass, Trip, ways
 from megapipe.plan.pace import exchanged, extent
-from megapipe.plan.speeds import Speeds
 from megapipe.schedule.layer.search import RULES, by_rule, fastest, in_turns, with_reductions
-from megapipe.schedule.layer.tasks import Resource, Step, What, chunked
+from megapipe.schedule.layer.tasks import Resource, chunked
 from megapipe.schedule.layer.times import Timed
 
-MOST_CHUNKS = 8
 ANY, IN_TURNS, SEARCHED = "any", "in_turns", "searched"
-
-
-class Assumed(NamedTuple):
-    """Assumptions beside the speeds of the configuration."""
-
-    latency: float = 0.0
-    """Seconds that an exchange of nothing takes."""
-    copy_gb_s: float = 0.0
-    """GB/s at which a device reads and writes rows while it orders them; 0: at once."""
 
 
 class Cost(NamedTuple):
@@ -45,7 +35,8 @@ class Cost(NamedTuple):
     between: int
     """The same to other nodes."""
     seconds: Mapping[Pass, float]
-    """From the first row ordered to the last one back, forward and input gradient."""
+    """From the first row ordered to the last one back, forward and input gradient, and with this
+    the gradients of fetched experts, which W sends."""
     exposed: Mapping[Pass, float]
     """Of these those in which nothing is computed."""
     wait: float
@@ -68,10 +59,11 @@ def costs(
 ) -> list[Cost]:
     """All ways of a layer whose experts are split over several ranks, the fastest first and of
     equal ones that with fewest chunks. The device's peak must be known."""
-    work = _Work.of(config, layout, speeds, layer, assumed)
+    work = LayerWork.of(config, layout.device, speeds, layer, assumed)
     link, pieces = _reductions(config, layout, layer)
     found = []
-    for dispatch, way in ways(config, layout, layer).items():
+    for dispatch, way in ways(config, layout.device, layer).items():
+        late = {"F": 0.0, "I": work.late(way)}
         for chunks in range(1, 1 + min(MOST_CHUNKS, layout.model.experts()[layer] // layout.ep)):
             tasks = {
                 what: chunked(list(work.steps(dispatch, way.trips[what])), chunks)
@@ -88,8 +80,8 @@ def costs(
                         order=order,
                         within=round(way.within),
                         between=round(way.between),
-                        seconds={what: timed[what].seconds for what in PASSES},
-                        exposed={what: timed[what].exposed for what in PASSES},
+                        seconds={what: timed[what].seconds + late[what] for what in PASSES},
+                        exposed={what: timed[what].exposed + late[what] for what in PASSES},
                         wait=with_reductions(timed["I"], link, pieces).longest_wait,
                     )
                 )
@@ -109,51 +101,6 @@ def _worth_telling(
     if seconds[SEARCHED] < (1 - 1e-9) * min(trained, *(seconds[rule] for rule in RULES)):
         told[SEARCHED] = orders[SEARCHED]
     return told if len(told) > 1 else {ANY: orders[IN_TURNS]}
-
-
-class _Work(NamedTuple):
-    """Times of the rows of a layer on a device and its links."""
-
-    experts: float
-    """Seconds of the products of a forward; those of an input gradient are as many."""
-    ordering: float
-    """Seconds to order the rows once."""
-    latency: float
-    rates: Mapping[Resource, float]
-    """Bytes per second of the links."""
-
-    @classmethod
-    def of(
-        cls, config: Config, layout: Layout, speeds: Speeds, layer: int, assumed: Assumed
-    ) -> _Work:
-        assert speeds.tflops is not None
-        parallel, chosen = config.parallel, config.model.moe.top_k
-        spec, rows = StageSpec(False, range(layer, layer + 1), False), config.train.microbatch
-        flops = layout.model.expert_flops(spec) * rows * layout.local_length / layout.tp
-        moved = (
-            bytes_of(layout.model.message(spec, rows, layout.local_length)) * chosen * layout.etp
-        )
-        return cls(
-            experts=flops / (speeds.tflops * 1e12 * speeds.efficiency),
-            ordering=2 * moved / (1e9 * assumed.copy_gb_s) if assumed.copy_gb_s else 0.0,
-            latency=assumed.latency,
-            rates={"node": 1e9 * parallel.node_gb_s, "network": 1e9 * parallel.network_gb_s},
-        )
-
-    def steps(self, dispatch: str, trip: Trip) -> Iterator[Step]:
-        """The steps of a pass."""
-        if self.ordering and dispatch in OF_ROWS:
-            yield Step("encode", "compute", self.ordering)
-        for step in self._exchanges("dispatch", trip.out):
-            yield step._replace(at_once=dispatch == "all_gather")
-        if self.ordering:
-            yield Step("decode", "compute", self.ordering)
-        yield Step("experts", "compute", self.experts)
-        yield from self._exchanges("combine", trip.back)
-
-    def _exchanges(self, what: What, hops: tuple[Hop, ...]) -> Iterator[Step]:
-        for hop in hops:
-            yield Step(what, hop.link, float(hop.bytes) / self.rates[hop.link], self.latency)
 
 
 def _reductions(config: Config, layout: Layout, layer: int) -> tuple[Resource, list[float]]:

@@ -4,12 +4,13 @@ An operation takes the time of its stage's FLOPs at a share of the device's peak
 (``log.efficiency``), and that of its tensor-parallel collectives at the speed of a node's links or
 of the network; with ``kernels.overlap`` collectives of B and W count only as far as they outlast
 the weight gradients beside which they run. Tokens travel to experts, which are chosen evenly, and
-back, and are waited for; in chunks only as far as their way outlasts what is computed meanwhile.
-The simulator lets messages and the collectives of replicas run beside
-operations. Latencies, the update and waits for memory are not modelled; the
-share of the peak has to cover them.
+back, and are waited for, but for the time in which a simulation of the layer computes meanwhile
+(:mod:`megapipe.layout.expert_time`). The simulator lets messages and the collectives of replicas
+run beside operations. Other latencies than these exchanges', the update and waits for memory are
+not modelled; the share of the peak has to cover them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -17,14 +18,14 @@ from itertools import accumulate, groupby
 from megapipe.config import Config
 from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layout.costs import scaled
+from megapipe.layout.expert_time import alike, trained
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import speed
+from megapipe.layout.speeds import Speeds
 from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.context_choice import cost_of
 from megapipe.plan.context_traffic import attentions
-from megapipe.plan.speeds import Speeds
 from megapipe.plan.traffic import (
-    BETWEEN_NODES,
     Exchange,
     largest_message,
     message_bytes,
@@ -82,8 +83,7 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
         hidden = config.kernels.overlap
         F += attentions(layout, stage, "F", "cp") * waits["F"]
         I += attentions(layout, stage, "I", "cp") * waits["I"]  # noqa: E741
-        experts = layout.model.expert_flops(layout.stage_layers[stage]) * tokens / layout.tp / rate
-        about_tokens = _about_tokens(config, layout, stage, experts)
+        about_tokens = _about_tokens(config, layout, stage, speeds)
         F, I, W = F + about_tokens["F"], I + about_tokens["I"], W + about_tokens["W"]  # noqa: E741
         F += _message(config, layout, stage, stage - 1) / link
         I += _message(config, layout, stage, stage + 1) / link  # noqa: E741
@@ -112,21 +112,27 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
     )
 
 
-def _about_tokens(config: Config, layout: Layout, stage: int, computed: float) -> dict[str, float]:
-    """Seconds that F, I and W of a micro-batch wait for exchanges about its tokens, `computed`
-    being those of the experts' products in each. Of n chunks each hides the ways of the others."""
-    found, in_chunks = dict.fromkeys("FIW", 0.0), dict.fromkeys("FI", 0.0)
-    fetches = layout.model.conditions.dispatch == "fetch"
-    travels = "all_gather" if fetches else "all_to_all"
-    for exchange in token_exchanges(layout, stage, config.train.microbatch):
-        neighbours = layout.expert_ranks if exchange.axis == BETWEEN_NODES else exchange.members
-        seconds = float(exchange.wire) / (1e9 * speed(config, neighbours))
-        kind = exchange.what if exchange.what in found else "F"
-        chunked = exchange.what in in_chunks and exchange.collective == travels
-        (in_chunks if chunked else found)[kind] += seconds
-    share = 1 / layout.expert_chunks
-    for kind, sent in in_chunks.items():
-        found[kind] += max(sent * share, sent - computed * (1 - share))
+def _about_tokens(config: Config, layout: Layout, stage: int, speeds: Speeds) -> dict[str, float]:
+    """Seconds that F, I and W of a micro-batch wait for exchanges about its tokens: those of rows,
+    or of matrices, beside what is computed with them, by simulation of each layer."""
+    found, sent = dict.fromkeys("FIW", 0.0), dict.fromkeys("FI", 0)
+    spec, rows = layout.stage_layers[stage], config.train.microbatch
+    for exchange in token_exchanges(layout, stage, rows):
+        if exchange.axis.startswith("ep") and exchange.what in sent:
+            sent[exchange.what] += exchange.bytes
+        else:
+            seconds = float(exchange.wire) / (1e9 * speed(config, exchange.members))
+            found[exchange.what if exchange.what in found else "F"] += seconds
+    if not any(sent.values()):
+        return found
+    once: Counter[str] = Counter()
+    for each in layout.model.token_traffic(spec, (), rows, sum(layout.slice_lengths), again=False):
+        once[each.what] += each.bytes if each.among != "sequence" else 0
+    experts = {n: count for n, count in layout.model.experts().items() if n in spec.layers}
+    for layer, number in alike(experts).items():
+        passes = trained(config, layout.device, speeds, layer, layout.expert_chunks)
+        for what, timed in passes.items():
+            found[what] += timed.exposed * number * sent[what] / once[what]
     return found
 
 

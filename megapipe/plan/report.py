@@ -16,11 +16,11 @@ from megapipe.layout.checks import shortened
 from megapipe.layout.costs import stage_work
 from megapipe.layout.cuts import slice_time
 from megapipe.layout.layout import Layout
+from megapipe.layout.speeds import Speeds
 from megapipe.model.partition import format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.communicators import communicators
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
 from megapipe.plan.pace import expected
-from megapipe.plan.speeds import Speeds
 from megapipe.plan.traffic import by_axis, pipeline_messages, step_traffic
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
@@ -134,7 +134,9 @@ def _expert_ranks(layout: Layout) -> str:
     if layout.expert_ranks == 1:
         return ""
     inner = f" x etp {layout.etp}" if layout.etp > 1 else ""
-    return f", experts over ep {layout.ep}{inner} of a pipeline index"
+    chunks = layout.expert_chunks
+    how = layout.model.conditions.dispatch + (f" in {chunks} chunks" if chunks > 1 else "")
+    return f", experts over ep {layout.ep}{inner} of a pipeline index by {how}"
 
 
 def _sharded(config: Config, layout: Layout) -> str:

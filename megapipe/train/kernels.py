@@ -136,7 +136,7 @@ def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Shard
         gathers=experts.dispatch == "all_gather",
         fetches=experts.dispatch == "fetch",
         hops=mesh.expert_hops,
-        chunks=experts.chunks,
+        chunks=experts.number_of_chunks,
         codec=experts.codec,
     )
     return replace(given, sequence=mesh.sequence, ep=mesh.ep, etp=mesh.grid.etp, form=form)

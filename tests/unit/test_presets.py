@@ -7,9 +7,9 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
+from megapipe.layout.speeds import Speeds
 from megapipe.plan.demand import memory_lines
 from megapipe.plan.pace import expected
-from megapipe.plan.speeds import Speeds
 from megapipe.schedule.timing.simulate import simulate
 from tests.parity.families import count
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from megapipe import words
 from megapipe.command_line import Parser
+from megapipe.layout.speeds import known_speeds
 from megapipe.plan.commands.arguments import add_configuration, configuration
 from megapipe.plan.context_choice import Cost, costs
 from megapipe.plan.demand import milliseconds, size_text
 from megapipe.plan.listing import add_forms, print_list
-from megapipe.plan.speeds import known_speeds
 
 PURPOSE = "all ways to attend over split positions, with what they cost"
 HEADINGS = {

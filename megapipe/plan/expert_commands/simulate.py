@@ -16,13 +16,14 @@ from megapipe.cli import parse
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
 from megapipe.experts_config import ExpertsConfig
+from megapipe.layout.expert_time import Assumed
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.layout.speeds import known_speeds
 from megapipe.plan.commands.arguments import add_keys
 from megapipe.plan.demand import milliseconds, size_text
-from megapipe.plan.expert_choice import Assumed, Cost, costs
+from megapipe.plan.expert_choice import Cost, costs
 from megapipe.plan.listing import add_forms, print_list
-from megapipe.plan.speeds import known_speeds
 from megapipe.schedule.commands.arguments import count, none_or_more, number
 from megapipe.words import choices, ranges, table
 
@@ -41,10 +42,8 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--latency-us",
         type=number,
-        default=0,
         metavar="N",
-        help="microseconds that an exchange of nothing takes (0, with which many chunks cost "
-        "nothing)",
+        help="microseconds that an exchange of nothing takes (parallel.latency_us)",
     )
     parser.add_argument(
         "--copy-gb-s",
@@ -62,7 +61,8 @@ def add(parser: Parser) -> None:
 def run(given: argparse.Namespace) -> None:
     config, layout = resolve(parse(given.keys).config, None, None)
     layer = layer_of(layout, given.layer)
-    assumed = Assumed(float(given.latency_us) / 1e6, float(given.copy_gb_s))
+    latency = config.parallel.latency_us if given.latency_us is None else given.latency_us
+    assumed = Assumed(float(latency) / 1e6, float(given.copy_gb_s))
     found = costs(config, layout, known_speeds(config), layer, assumed)
     if not print_list(given, [plain(cost) for cost in found]):
         print(

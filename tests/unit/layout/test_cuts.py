@@ -14,9 +14,9 @@ from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import check_timeable, slice_time
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.layout.speeds import Speeds
 from megapipe.plan.pace import expected
 from megapipe.plan.report import report
-from megapipe.plan.speeds import Speeds
 from megapipe.schedule.cost import Time
 from megapipe.schedule.generators import build
 from megapipe.schedule.timing.simulate import simulate

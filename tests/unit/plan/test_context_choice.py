@@ -17,9 +17,9 @@ from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
 from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
+from megapipe.layout.speeds import Speeds
 from megapipe.plan.commands import main
 from megapipe.plan.context_choice import Cost, cost_of, costs
-from megapipe.plan.speeds import Speeds
 
 LONG = (
     "model.heads=32",
@@ -169,7 +169,7 @@ def test_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_input(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megapipe.plan.speeds.local_device", lambda: None)
+    monkeypatch.setattr("megapipe.layout.speeds.local_device", lambda: None)
     assert main(argv) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1

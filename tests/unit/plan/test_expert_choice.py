@@ -13,15 +13,19 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.layout.dispatch import MOST_CHUNKS
+from megapipe.layout.expert_time import Assumed
+from megapipe.layout.expert_ways import Way, ways
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.layout.speeds import Speeds
 from megapipe.plan.buckets import process_buckets
-from megapipe.plan.expert_choice import MOST_CHUNKS, Assumed, Cost, costs
+from megapipe.plan.expert_choice import Cost, costs
 from megapipe.plan.expert_commands import main
-from megapipe.plan.expert_traffic import Way, ways
 from megapipe.plan.pace import exchanged
-from megapipe.plan.speeds import Speeds
-from megapipe.schedule.layer.search import fastest
+from megapipe.plan.report import report
+from megapipe.schedule.layer.search import fastest, in_turns
 from megapipe.schedule.layer.tasks import Step, chunked
 
 H, F, E, K, ROWS, LENGTH = 64, 32, 64, 2, 2, 128
@@ -32,7 +36,9 @@ SMALL = (
     *(f"train.sequence_length={LENGTH}", f"train.microbatch={ROWS}", "train.global_batch=64"),
     *("log.peak_tflops=0.1", "log.efficiency=0.5", "parallel.dp=8", "parallel.ep=8"),
     *("parallel.node_gb_s=4", "parallel.network_gb_s=1", "parallel.per_node=4"),
+    "parallel.latency_us=0",
 )
+ONE = ("parallel.dp=1", "parallel.ep=1")
 TOKENS = ROWS * LENGTH
 ROW_BYTES = TOKENS * K * (2 * H * 2 + 4)
 """There and back in a pass, of which each row has a weight in fp32 one way."""
@@ -50,13 +56,18 @@ def found(*keys: str, layer: int = 1, **assumed: float) -> list[Cost]:
     return costs(config, layout, Speeds.of(config), layer, Assumed(**assumed))
 
 
+def ways_of(*keys: str) -> dict[str, Way]:
+    config, layout = given(*keys)
+    return ways(config, layout.device, 1)
+
+
 def of(name: str, *keys: str) -> Way:
-    return ways(*given(*keys), 1)[name]
+    return ways_of(*keys)[name]
 
 
 def test_bytes_are_those_of_the_formulas() -> None:
     """Two nodes of four ranks: section by section what a rank sends, forward and backward."""
-    own = {name: (way.within, way.between) for name, way in ways(*given(), 1).items()}
+    own = {name: (way.within, way.between) for name, way in ways_of().items()}
     assert own["all_to_all"] == (2 * ROW_BYTES * 3 / 8, 2 * ROW_BYTES * 4 / 8)
     assert own["hierarchical"] == (2 * ROW_BYTES * 3 / 4, 2 * ROW_BYTES / 2)
     assert own["all_gather"] == (GATHERED * 3 / 8, GATHERED * 4 / 8)
@@ -78,7 +89,7 @@ def test_fetching_is_less_from_a_number_of_tokens_on(sequences: int, fewer: bool
     keys = (f"train.microbatch={sequences}", f"train.global_batch={8 * sequences}")
     sent = {
         name: sum(hop.bytes for half in way.trips["F"] for hop in half)
-        for name, way in ways(*given(*keys, "parallel.per_node=8"), 1).items()
+        for name, way in ways_of(*keys, "parallel.per_node=8").items()
     }
     assert (sent["fetch"] < sent["all_to_all"]) == fewer
     assert (2 * sequences * LENGTH * K * H > E * 3 * H * F) == fewer
@@ -87,10 +98,10 @@ def test_fetching_is_less_from_a_number_of_tokens_on(sequences: int, fewer: bool
 def test_ranks_of_a_group_on_other_nodes() -> None:
     """Of ranks 3, 4, 5 one is on the first node of four: all it sends goes elsewhere."""
     keys = ("parallel.dp=6", "parallel.ep=3", "model.moe.experts=66", "train.global_batch=24")
-    own = ways(*given(*keys), 1)
+    own = ways_of(*keys)
     assert (own["all_to_all"].within, own["all_to_all"].between) == (0, Fraction(4 * ROW_BYTES, 3))
     assert "hierarchical" not in own
-    on_one = ways(*given("parallel.per_node=8"), 1)
+    on_one = ways_of("parallel.per_node=8")
     assert on_one["all_to_all"].between == 0
     assert "hierarchical" not in on_one
 
@@ -107,8 +118,9 @@ def test_ranks_with_parts_of_a_sequence_send_their_tokens(keys: tuple[str, ...])
     assert of("all_gather", *keys).between == GATHERED / 2 * 4 / 8
 
 
-def seconds_of(name: str, chunks: int, latency: float) -> float:
-    """A pass at the speeds of `SMALL`, by its formulas."""
+def steps_of(name: str, latency_us: float) -> list[Step]:
+    """Of a pass at the speeds of `SMALL`, by their formulas."""
+    latency = latency_us / 1e6
     half = ROW_BYTES / 2
     flops = 2 * TOKENS * K * 3 * H * F
     hops: list[Any] = [("network", half * 7 / 8 / 1e9)]
@@ -116,8 +128,7 @@ def seconds_of(name: str, chunks: int, latency: float) -> float:
         hops = [("node", half * 3 / 4 / 4e9), ("network", half / 2 / 1e9)]
     steps = [Step("dispatch", link, seconds, latency) for link, seconds in hops]
     steps.append(Step("experts", "compute", flops / 0.05e12))
-    steps += [Step("combine", link, seconds, latency) for link, seconds in hops[::-1]]
-    return fastest(chunked(steps, chunks)).seconds
+    return steps + [Step("combine", link, seconds, latency) for link, seconds in hops[::-1]]
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "hierarchical"])
@@ -125,13 +136,86 @@ def test_the_number_of_chunks_is_the_best_of_the_simulation(name: str) -> None:
     """Row 7.12 (PipeMoE): argmin over 1 to 8, which an exchange's latency makes smaller."""
     chosen = []
     for latency in (1e-6, 1e-5, 1e-3):
-        simulated = [2 * seconds_of(name, n, latency) for n in range(1, MOST_CHUNKS + 1)]
+        steps = steps_of(name, 1e6 * latency)
+        each = [2 * fastest(chunked(steps, n)).seconds for n in range(1, MOST_CHUNKS + 1)]
         best = next(cost for cost in found(latency=latency) if cost.dispatch == name)
-        assert best.both == pytest.approx(min(simulated), rel=1e-9)
-        assert best.chunks == 1 + simulated.index(min(simulated))
+        assert best.both == pytest.approx(min(each), rel=1e-9)
+        assert best.chunks == 1 + each.index(min(each))
         chosen.append(best.chunks)
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] > chosen[1] > chosen[2] == 1
+
+
+def simulated(*keys: str) -> list[float]:
+    """Seconds of both passes of all layers, in 1 to 8 chunks, by the steps of the test: at the
+    speeds of the configuration, in training's order."""
+    config, layout = given(*keys)
+    found = []
+    for chunks in range(1, MOST_CHUNKS + 1):
+        passes = [
+            in_turns(chunked(steps_of(config.experts.dispatch, config.parallel.latency_us), chunks))
+            for _ in layout.model.experts()
+            for _ in "FI"
+        ]
+        found.append(sum(timed.seconds for timed in passes))
+    return found
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "hierarchical"])
+def test_auto_is_the_argmin(name: str) -> None:
+    """Row 7.12: of a brute force over the simulator, at any latency; and no more than experts of a
+    rank."""
+    chosen = []
+    for latency in (0, 1, 3, 10, 30, 1000):
+        keys = (f"experts.dispatch={name}", f"parallel.latency_us={latency}")
+        seconds = simulated(*keys)
+        config, layout = given(*keys, "experts.chunks=auto")
+        chosen.append(config.experts.chunks)
+        assert chosen[-1] == 1 + seconds.index(min(seconds))
+        assert layout.expert_chunks == layout.model.conditions.expert_chunks == chosen[-1]
+        assert resolve(config, None, None)[0] == config
+    assert chosen == sorted(chosen, reverse=True)
+    assert len(set(chosen)) > 2
+    for experts, most in ((32, 4), ("[16,32]", 2)):
+        keys = (f"model.moe.experts={experts}", "parallel.latency_us=0", "experts.chunks=auto")
+        assert given(*keys)[0].experts.chunks == most
+
+
+def test_what_auto_has_chosen_is_told() -> None:
+    config, layout = given("experts.chunks=auto", "parallel.latency_us=3")
+    by = f"experts over ep 8 of a pipeline index by all_to_all in {config.experts.chunks} chunks\n"
+    assert layout.expert_chunks > 1
+    assert by in report(config, layout)
+    assert "of a pipeline index by fetch\n" in report(*given("experts.dispatch=fetch"))
+
+
+def test_where_no_experts_travel_auto_is_one_chunk() -> None:
+    for keys in (ONE, (*ONE, "model.moe.experts=null", "model.moe.dense_first=0")):
+        dense = "model.moe.experts=null" in keys
+        given_ = [key for key in SMALL if not (dense and key.startswith("model.moe."))]
+        config, _ = resolve(parse([*given_, *keys, "experts.chunks=auto"]).config, None, None)
+        assert config.experts.chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            ("log.peak_tflops=null",),
+            "experts.chunks=auto goes by the speed of the device, which is not known: set log.dev",
+        ),
+        (("model.moe.experts=60",), "model.moe.experts=60 is not divisible by parallel.ep=8"),
+        (("experts.dispatch=hierarchical", "experts.node=16"), "all of one node"),
+    ],
+)
+def test_auto_without_sizes_or_speeds_is_refused(
+    keys: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megapipe.layout.speeds.local_device", lambda: None)
+    with pytest.raises(ConfigError) as caught:
+        given(*keys, "experts.chunks=auto")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_all_ways_are_there_the_fastest_first() -> None:
@@ -208,7 +292,7 @@ def test_what_a_run_does_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         last = printed(capsys, "simulate", *SMALL, *keys).splitlines()[-1]
         assert last == f"fastest in training: {best}; this configuration: {said}"
     other = ("experts.dispatch=hierarchical", "experts.node=2", "parallel.per_node=8")
-    assert printed(capsys, "simulate", *SMALL, *other).endswith(": not among them\n")
+    assert ": number " in printed(capsys, "simulate", *SMALL, *other)
 
 
 def test_the_page_shows_what_is_printed(
@@ -274,9 +358,6 @@ def test_a_heat_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.read_text().count("<rect") == 1 + 4 + 2
 
 
-ONE = ("parallel.dp=1", "parallel.ep=1")
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -308,7 +389,7 @@ def test_bad_input(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megapipe.plan.speeds.local_device", lambda: None)
+    monkeypatch.setattr("megapipe.layout.speeds.local_device", lambda: None)
     places = {
         "run": log(tmp_path / "run", RECORDS[0], *RECORDS[2:]),
         "dense": log(tmp_path / "dense", {"kind": "step", "step": 1, "routing": None}),

@@ -7,21 +7,22 @@ import pytest
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.layout.expert_time import trained
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.buckets import process_buckets
 from megapipe.plan.memory import model_memory
 from megapipe.plan.pace import expected, timed_cost
 from megapipe.plan.report import report
-from megapipe.plan.speeds import Speeds
 from megapipe.plan.traffic import step_traffic
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.timing.simulate import simulate
 from tests.parity.families import token_flops
 
 BASE = ("model.vocab_size=512", "model.layers=4", "log.peak_tflops=1", "log.efficiency=0.5")
-MESH = ("parallel.node_gb_s=2", "parallel.network_gb_s=0.5")
+MESH = ("parallel.node_gb_s=2", "parallel.network_gb_s=0.5", "parallel.latency_us=0")
 
 
 def plan(*overrides: str) -> tuple[Config, Layout]:
@@ -79,8 +80,9 @@ def test_rows_of_experts_are_waited_for(extra: tuple[str, ...]) -> None:
 
 
 def test_chunks_hide_what_travels_behind_what_is_computed() -> None:
-    """Of n chunks one way is waited for at least; and all that outlasts the products of the others,
-    whose FLOPs are a third each of F, of I and of W."""
+    """Where these take long, of n chunks one way there and one back are waited for; where they take
+    no time, the link is never idle, and all of them are hidden. FLOPs are a third each of F, of I
+    and of W."""
     experts = ("model.moe.experts=8", "parallel.dp=2", "parallel.ep=2", "kernels.overlap=false")
     overrides = (*experts, "model.tied_embeddings=false", *MESH, "pipeline.schedule=1f1b")
     config, layout = plan(*overrides)
@@ -97,8 +99,24 @@ def test_chunks_hide_what_travels_behind_what_is_computed() -> None:
                 *overrides, peak, f"experts.chunks={chunks}"
             )
             own = flops / (rate * 0.5e12)
-            wanted = [min(way, own) * (1 - share) for way in ways]
+            wanted = [own if hidden else way * (1 - share) for way in ways]
             assert saved == pytest.approx(sum(wanted), rel=1e-6), hidden
+
+
+@pytest.mark.parametrize("form", ["all_to_all", "all_gather", "fetch"])
+def test_rows_are_waited_for_as_a_layer_is_simulated(form: str) -> None:
+    """F and I of each layer and micro-batch; gradients of fetched experts, which W sends, beside
+    that, and all else that is exchanged."""
+    experts = ("model.moe.experts=8", "parallel.dp=2", "parallel.ep=2", "kernels.overlap=false")
+    keys = (f"experts.dispatch={form}", "experts.chunks=2", "parallel.latency_us=30")
+    overrides = (*MESH, *experts, *keys, "model.tied_embeddings=false")
+    config, layout = plan(*overrides)
+    told = [e for e in step_traffic(config, layout, 0) if e.what not in ("totals", "tokens")]
+    others = sum(float(e.wire) for e in told if e.axis != "ep" or e.what not in ("F", "I"))
+    passes = trained(config, layout.device, Speeds.of(config), 0, 2)
+    exposed = 4 * layout.microbatches * sum(timed.exposed for timed in passes.values())
+    waited = seconds(*overrides) - computed(config, layout)
+    assert waited == pytest.approx(exposed + others / 2e9)
 
 
 def test_two_hops_go_over_two_links() -> None:
@@ -160,7 +178,7 @@ def test_a_process_that_runs_all_ranks_runs_them_one_after_the_other() -> None:
 
 
 def test_what_is_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapipe.plan.speeds.local_device", lambda: None)
+    monkeypatch.setattr("megapipe.layout.speeds.local_device", lambda: None)
     words = "time          not known: set log.device (as in H100) or log.peak_tflops\n"
     for key, known in (("log.device=H100", True), ("log.device=null", False)):
         text = report(*plan("parallel.tp=2", "log.peak_tflops=null", key))
@@ -168,7 +186,7 @@ def test_what_is_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_device_of_this_machine_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapipe.plan.speeds.local_device", lambda: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr("megapipe.layout.speeds.local_device", lambda: "NVIDIA A100-SXM4-40GB")
 
     def known(*overrides: str) -> tuple[Any, ...]:
         speeds = Speeds.of(parse(list(overrides)).config)

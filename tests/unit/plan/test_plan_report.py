@@ -38,7 +38,7 @@ UNEVEN = (
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapipe.plan.speeds.local_device", lambda: None)
+    monkeypatch.setattr("megapipe.layout.speeds.local_device", lambda: None)
 
 
 def plan(*overrides: str) -> tuple[Config, Layout, str]:
