@@ -11,7 +11,8 @@ from megapipe.section import Expected, Section
 
 class ExpertsConfig(Section):
     """How tokens get to their experts on other ranks and back (docs/moe.md), where these are split
-    by `parallel.ep` or `parallel.etp`. No key but `codec` changes a result."""
+    by `parallel.ep` or `parallel.etp`. No key but `codec` and `topology`
+    changes a result."""
 
     dispatch: Literal["all_to_all", "all_gather", "hierarchical", "fetch", "auto"] = "all_to_all"
     """all_to_all: a row for each choice of a token goes to the rank of its expert. hierarchical:
@@ -23,7 +24,7 @@ class ExpertsConfig(Section):
     fetch, whichever is fewest bytes where experts are chosen evenly."""
     node: int | None = Field(None, ge=2)
     """Ranks of a node, for dispatch=hierarchical; default: as many as the launcher has started on
-    one, in a plan without a launcher `parallel.per_node`."""
+    one, in a plan without a launcher `parallel.per_node`. For a `topology` of three it is given."""
     chunks: Annotated[
         Annotated[int, Field(ge=1, le=8)] | Literal["auto"],
         Expected("a whole number >= 1 and <= 8, or auto"),
@@ -38,6 +39,14 @@ class ExpertsConfig(Section):
     CHANGES RESULTS: values arrive rounded, also those of experts on the same rank. bf16, of an fp32
     model: to bfloat16, by 1/256 of a value at most. int8: to 127ths of the largest value of a row,
     so by 1/254 of that at most; a row is a byte for each value, and 4 more."""
+    topology: Annotated[
+        list[Annotated[float, Field(gt=0)]] | None,
+        Expected("two or three numbers above 0, as in [4, 2, 1], or null"),
+    ] = Field(None, min_length=2, max_length=3)
+    """Bandwidths from a rank to itself, to the others and, if there are three, to those of other
+    nodes of `node` ranks each; only their ratios matter. The balance term then steers more tokens
+    to experts that are near (TA-MoE, Chen et al., 2302.09915), so it CHANGES RESULTS, and makes
+    them depend on which rank a sequence is on. Default: all experts count alike."""
 
     @property
     def number_of_chunks(self) -> int:

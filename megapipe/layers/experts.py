@@ -72,6 +72,11 @@ class Experts(nn.Module):
         self.first = sharding.ep.index % sharding.etp == 0
         """Of the ranks with parts of the same experts, whose results are added up, this one adds
         the bias of the second product."""
+        near = sharding.bandwidths
+        self.distance: Tensor | None
+        """[experts], of each from this rank, where it counts."""
+        far = None if near is None else route.distances(near, routing.experts, self.dtype)
+        self.register_buffer("distance", far)
         self.router = new_parameter(sharding, router)
         self.bias: Tensor | None
         """[experts], of all of them, the same on every rank; what trains the model moves it."""
@@ -140,7 +145,7 @@ class Experts(nn.Module):
                     earlier.counts = counts = added(earlier.counts, counts)
             found = Chosen(experts, counts, rows)
             told = spread if shards.ends(here) else None
-            mb.loads[self.layer] = route.load(logits, found, self.routing, told)
+            mb.loads[self.layer] = route.load(logits, found, self.routing, told, self.distance)
             if not graph:
                 mb.choices[self.layer] = found
         elif graph:
@@ -275,7 +280,8 @@ class _ExpertsFunction(Function):
         queue.put(ExpertsTask(layer.up, layer.up_bias, here, grad_wide, *how))
         grad_x = of_x.arrived()
         of_logits = route.logits_grad(
-            rows.to_choices(of_weights.arrived()), logits, p, ids, counts, routing, ctx.unit
+            rows.to_choices(of_weights.arrived()),
+            *(logits, p, ids, counts, routing, ctx.unit, layer.distance),
         )
         queue.put(RouterTask(layer.router, tokens, of_logits, ctx.seen))
         total = rows.add_up(grad_x, layer.dtype)

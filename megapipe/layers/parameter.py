@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, cast
@@ -45,6 +45,8 @@ class Sharding:
     """Neighbours among them that have parts of the same experts."""
     form: Form = field(default_factory=Form)
     """How tokens get to their experts."""
+    bandwidths: Sequence[float] | None = None
+    """From this rank to each of `ep`, for the balance term; None: all count alike there."""
     copy: int = 0
     """Which of the tensor-parallel ranks that compute the same this is, where `tp` is one alone."""
 

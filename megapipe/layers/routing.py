@@ -9,7 +9,9 @@ The balance term (Switch, Fedus et al., 2101.03961) over a scope of T_g tokens i
 L_g = sum over e of f_e P_e, where f_e = E count_e / (k T_g) and P_e is the mean of p_e, normalised
 to sum 1. The loss gets balance x T_g / T_all x L_g, T_all being all positions of the global batch,
 so the gradient of p_te is balance x f_e / T_all: no size of a layout is in it. Over a whole step
-the counts are those of the last one, which are known before anything is chosen.
+the counts are those of the last one, which are known before anything is chosen. Where bandwidths
+are given f_e is multiplied by how far expert e is from the rank of the token (:func:`distances`;
+TA-MoE, Chen et al., 2302.09915): then the term has no gradient where choices are as bandwidths.
 
 Where ranks have parts of a sequence, what is counted are the choices of all of them: places of a
 sequence, and counts of a scope. All else is of each token alone.
@@ -17,6 +19,7 @@ sequence, and counts of a scope. All else is of each token alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -182,6 +185,14 @@ def shares(counts: Tensor, dtype: torch.dtype) -> Tensor:
     return (counts * counts.shape[-1]).to(dtype) / counts.sum(-1, keepdim=True)
 
 
+def distances(bandwidths: Sequence[float], experts: int, dtype: torch.dtype) -> Tensor:
+    """Factors of the shares of experts in the balance term, [experts]: 1 / the bandwidth to the
+    rank that has each, divided by their mean. Each rank has as many experts."""
+    inverse = 1 / torch.tensor(bandwidths, dtype=torch.float64)
+    each = (inverse / inverse.mean()).repeat_interleave(experts // len(bandwidths))
+    return each.to(dtype)
+
+
 def _normalised(p: Tensor, routing: Routing) -> Tensor:
     """Scores that sum to 1."""
     return p if routing.softmax else p / p.sum(-1, keepdim=True)
@@ -192,7 +203,17 @@ def spread(p: Tensor, routing: Routing, scopes: int) -> Tensor:
     return _normalised(p, routing).view(-1, scopes, routing.experts).sum(0)
 
 
-def load(logits: Tensor, chosen: Chosen, routing: Routing, spread: Tensor | None) -> Tensor:
+def _weighed(shares: Tensor, distance: Tensor | None) -> Tensor:
+    return shares if distance is None else shares * distance
+
+
+def load(
+    logits: Tensor,
+    chosen: Chosen,
+    routing: Routing,
+    spread: Tensor | None,
+    distance: Tensor | None = None,
+) -> Tensor:
     """Numbers of a layer about the tokens here of a micro-batch: how many, sums over them of
     balance and z term, choices dropped, and choices of each expert. [NUMBERS + experts], fp64.
 
@@ -202,7 +223,7 @@ def load(logits: Tensor, chosen: Chosen, routing: Routing, spread: Tensor | None
     ids = experts_of(choice)
     balance = logits.new_zeros(())
     if spread is not None:
-        balance = (spread * shares(chosen.counts, spread.dtype)).sum()
+        balance = (spread * _weighed(shares(chosen.counts, spread.dtype), distance)).sum()
     told = [balance, logits.logsumexp(-1).square().sum(), (choice < 0).sum()]
     tokens = torch.full_like(balance, len(logits))
     counts = numbers_of(ids.flatten(), routing.experts)
@@ -217,12 +238,14 @@ def logits_grad(
     counts: Tensor,
     routing: Routing,
     unit: float,
+    distance: Tensor | None = None,
 ) -> Tensor:
     """Gradient of the logits, from that of the weights of experts `ids` and from the terms of the
-    loss, one position's part in which is multiplied by `unit`; `counts` are those of all chosen."""
+    loss, one position's part in which is multiplied by `unit`; `counts` are those of all chosen,
+    and `distance` is that of each expert, if it counts."""
     of_scores = weights_grad(grad, p, ids, routing)
     if routing.balance:
-        share = shares(counts, p.dtype) * (routing.balance * unit)
+        share = _weighed(shares(counts, p.dtype), distance) * (routing.balance * unit)
         of_shares = share.repeat(len(p) // len(share), 1)
         if not routing.softmax:
             total = p.sum(-1, keepdim=True)

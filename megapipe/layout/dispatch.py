@@ -79,16 +79,19 @@ def check_dispatch(config: Config) -> None:
             needed = "model.moe.experts"
         elif not split:
             needed = "parallel.ep or parallel.etp above 1"
-        elif key == "node" and experts.dispatch != "hierarchical":
+        elif key == "node" and experts.dispatch != "hierarchical" and not _has_nodes(config):
             needed = "experts.dispatch=hierarchical"
+        elif key == "topology" and not moe.balance:
+            needed = "model.moe.balance"
         if needed:
             raise ConfigError(
-                f"experts.{key}={value} has no effect without {needed}: expected "
+                f"experts.{key}={text_of(value)} has no effect without {needed}: expected "
                 f"{text_of(field.default)}, or that"
             )
     if moe.experts is None or not split:
         return
     _check_codec(config)
+    _check_topology(config)
     for layer in filter(moe.has_experts, range(config.model.layers)):
         here = moe.experts_of(layer) // ep
         if experts.number_of_chunks > here:
@@ -117,6 +120,57 @@ def _check_codec(config: Config) -> None:
         raise ConfigError(
             f"{where} makes rows of model.dtype={dtype} no shorter: expected none or int8"
         )
+
+
+def _has_nodes(config: Config) -> bool:
+    """Whether the balance term tells nodes from each other."""
+    return config.experts.topology is not None and len(config.experts.topology) == 3
+
+
+def _check_topology(config: Config) -> None:
+    """Refuse bandwidths where a sequence, or an expert, is on several ranks, or nodes are not
+    known."""
+    experts, parallel, moe = config.experts, config.parallel, config.model.moe
+    if experts.topology is None:
+        return
+    where = f"experts.topology={text_of(experts.topology)}"
+    for key in ("cp", "tp", "etp"):
+        if getattr(parallel, key) > 1:
+            raise ConfigError(
+                f"{where} goes by the rank of a sequence and of an expert, and needs "
+                f"parallel.{key}=1: expected null, or that"
+            )
+    if moe.balance_scope == "step":
+        raise ConfigError(
+            f"{where} goes by the choices of each rank, and has no support for "
+            "model.moe.balance_scope=step: expected null, or sequence or microbatch"
+        )
+    if not _has_nodes(config):
+        return
+    if experts.node is None:
+        raise ConfigError(f"{where} needs experts.node: expected the ranks of a node")
+    if parallel.ep % experts.node or parallel.ep == experts.node:
+        raise ConfigError(
+            f"experts.node={experts.node} does not make several nodes of parallel.ep="
+            f"{parallel.ep} ranks: expected a divisor below it, or two numbers in experts.topology"
+        )
+
+
+def bandwidths(config: Config, index: int) -> list[float] | None:
+    """From the rank that is `index` of those over which experts are split, to each of them; None
+    where all count alike."""
+    topology = config.experts.topology
+    if topology is None:
+        return None
+    node = config.experts.node if len(topology) == 3 else config.parallel.ep
+    assert node is not None, "checked"
+
+    def to(other: int) -> float:
+        if other == index:
+            return topology[0]
+        return topology[1 if other // node == index // node else 2]
+
+    return [to(other) for other in range(config.parallel.ep)]
 
 
 def _check_node(node: int, ranks: int) -> None:

@@ -154,7 +154,7 @@ def _resolve(
         cp=parallel.cp,
         ep=parallel.ep,
         etp=parallel.etp,
-        node=config.experts.node,
+        node=config.experts.node if config.experts.dispatch == "hierarchical" else None,
         expert_chunks=config.experts.number_of_chunks,
         microbatches=microbatches,
         world=processes,

@@ -68,7 +68,7 @@ MIXTURE, TEMPERATURE = "data.mixture", "data.temperature"
 LISTED = (
     *("pipeline.weights", "pipeline.horizon", "pipeline.correction"),
     *("pipeline.lr_anneal_steps", "pipeline.synchronous_steps"),
-    "experts.codec",
+    *("experts.codec", "experts.topology"),
 )
 """All other keys of these sections are harmless."""
 LISTED_OF_MODEL = (

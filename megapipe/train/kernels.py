@@ -15,6 +15,7 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import LaunchError, MegapipeError
 from megapipe.layers.dispatch import Form
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
+from megapipe.layout.dispatch import bandwidths
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import KernelNeeds
 from megapipe.ops import adam, attention_choice, grouped, loss, norm, rotary, swiglu, weight_grad
@@ -139,7 +140,10 @@ def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Shard
         chunks=experts.number_of_chunks,
         codec=experts.codec,
     )
-    return replace(given, sequence=mesh.sequence, ep=mesh.ep, etp=mesh.grid.etp, form=form)
+    near = bandwidths(config, mesh.ep.index)
+    return replace(
+        given, sequence=mesh.sequence, ep=mesh.ep, etp=mesh.grid.etp, form=form, bandwidths=near
+    )
 
 
 def _selected(config: Config, layout: Layout, mesh: ParallelMesh, *, cut: bool) -> Kernels:

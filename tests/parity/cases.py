@@ -89,10 +89,12 @@ class Case:
     """One kernel for the products of all experts."""
     dispatch: str = "all_to_all"
     node: int | None = None
-    """Ranks of a node, where dispatch is hierarchical."""
+    """Ranks of a node, where dispatch is hierarchical, or a topology has nodes."""
     expert_chunks: int = 1
     codec: str = "none"
     """Of rows on their way to experts."""
+    topology: tuple[float, ...] | None = None
+    """Bandwidths by which the balance term goes."""
     lora: str | None = None
     """Adapters are trained, beside the layers of that name in ADAPTED."""
     model: str = "gpt2"
@@ -137,7 +139,8 @@ class Case:
     def grid(self) -> Grid:
         """Of its processes."""
         pp = 1 if self.in_process else self.pp
-        return Grid(pp, self.dp, self.cp, self.tp, *self.of_experts, self.node)
+        node = self.node if self.dispatch == "hierarchical" else None
+        return Grid(pp, self.dp, self.cp, self.tp, *self.of_experts, node)
 
     @property
     def name(self) -> str:
@@ -188,6 +191,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "node": case.node,
                 "chunks": case.expert_chunks,
                 "codec": case.codec if case.dtype != "fp64" else "none",
+                "topology": case.topology and list(case.topology),
             },
             "pipeline": {
                 "schedule": case.schedule,
@@ -369,6 +373,7 @@ def plain(case: Case) -> Case:
         node=None,
         expert_chunks=1,
         codec="none",
+        topology=None,
         chunks=None,
         m=case.m * case.dp,
         schedule="1f1b",

@@ -42,7 +42,25 @@ def expected(case: Case, wire: Wire | None = None) -> tuple[list[reference.Step]
 
 def wire_of(case: Case) -> Wire | None:
     """What rows of experts go through, if that is anything."""
-    return Wire(case.codec, case.etp) if case.codec != "none" else None
+    if case.codec == "none" and case.topology is None:
+        return None
+    return Wire(case.codec, case.etp, near_of(case))
+
+
+def near_of(case: Case) -> tuple[tuple[float, ...], ...]:
+    """Of each sample of the global batch: micro-batches go to the data-parallel ranks in turn, of
+    which neighbours have the experts, on nodes of `node` ranks each."""
+    if case.topology is None:
+        return ()
+    own, near, *far = case.topology
+    found = []
+    for sample in range(case.batch * case.m * case.dp):
+        rank = sample // case.batch % case.dp % case.ep
+        line = [near if not far or rank // case.node == i // case.node else far[0]
+                for i in range(case.ep)]  # fmt: skip
+        line[rank] = own
+        found.append(tuple(line))
+    return tuple(found)
 
 
 def told_of(case: Case, given: Sequence[Tensor] = ()) -> Told:

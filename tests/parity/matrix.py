@@ -119,6 +119,7 @@ ELSEWHERE = {
     "overlap": "changes no bit: test_overlap",
     "swap": "test_schedules",
     "grouped": "a kernel: test_moe",
+    "topology": "goes by the rank of a sequence: test_topology",
     "loss_scale": "one at which fp16 does not overflow; dynamic ones: test_fp16",
     "steps": "many: test_parity",
     "layers": "follows from the number of stages",

@@ -28,6 +28,16 @@ class Wire:
     codec: str = "none"
     parts: int = 1
     """Ranks with parts of the same expert, each of which sends its own results."""
+    near: tuple[tuple[float, ...], ...] = ()
+    """Of each sample the bandwidths from its rank to those that have the experts, in the balance
+    term; nothing: all count alike."""
+
+    def distance(self, row: int, expert: int, experts: int) -> float:
+        """Of an expert from the rank of a sample, on average over all experts 1."""
+        if not self.near:
+            return 1.0
+        far = [1 / self.near[row][e * len(self.near[row]) // experts] for e in range(experts)]
+        return far[expert] * experts / sum(far)
 
     def pass_on(self, rows: Tensor) -> Tensor:
         """Rows as they arrive; their gradients come back the same way."""
@@ -312,7 +322,9 @@ def _tell(
             share = experts * counts[e] / (k * tokens)
             if last is not None:
                 share = experts * last[e] / sum(last)
-            balance = balance + share * q[rows.start : rows.stop, :, e].mean() * tokens / (b * s)
+            for row in rows:
+                weight = told.wire.distance(row, e, experts) / (b * s)
+                balance = balance + share * weight * q[row, :, e].sum()
     z = logits.logsumexp(-1).square().mean()
     told.terms.append(moe.balance * balance + moe.z * z)
     told.balance.append(balance.item())

@@ -58,6 +58,7 @@ BESIDE = {
     **dict.fromkeys(
         ("experts.dispatch", "experts.chunks", "experts.codec"), f"{EXPERTS} parallel.ep=2"
     ),
+    "experts.topology": f"{EXPERTS} parallel.ep=2",
     "experts.node": f"model.moe.experts=8 {FOUR} parallel.dp=2 parallel.ep=8 "
     "experts.dispatch=hierarchical experts.node=2",
     "model.norm_offset": "model.norm=rmsnorm",

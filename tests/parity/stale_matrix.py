@@ -84,7 +84,8 @@ ELSEWHERE = {
     **dict.fromkeys(("master", "post_validation", "lora", "loss_scale"), "refused"),
     **dict.fromkeys(("moe", "ep", "etp"), "refused"),
     **dict.fromkeys(
-        ("dispatch", "node", "expert_chunks", "codec", "grouped"), "of moe, which is refused"
+        ("dispatch", "node", "expert_chunks", "codec", "topology", "grouped"),
+        "of moe, which is refused",
     ),
     "correction": "test_streams",
     "prefetch": "of ZeRO-3, which is refused",

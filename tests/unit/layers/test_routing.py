@@ -224,3 +224,47 @@ def test_the_balance_term_is_one_where_tokens_are_spread_evenly() -> None:
     chosen = Chosen(choice, routing.count(choice, how, 1), ())
     told = routing.load(p.log(), chosen, how, routing.spread(p, how, 1))
     assert told[:4].tolist() == [4, 4, 0, 0]
+
+
+BANDWIDTHS = (4.0, 2.0, 1.0, 1.0)
+"""From a rank to those that have two of eight experts each."""
+
+
+def pull(logits: Tensor, counts: Tensor, how: Routing) -> Tensor:
+    """Gradient of the balance term at logits [tokens, experts], with so many choices of each."""
+    p = routing.scores(logits, how)
+    ids = p.topk(how.top_k).indices
+    distance = routing.distances(BANDWIDTHS, how.experts, p.dtype)
+    nothing = torch.zeros(len(p), how.top_k, dtype=p.dtype)
+    return routing.logits_grad(nothing, logits, p, ids, counts[None], how, 1.0, distance)
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+def test_no_gradient_where_choices_are_as_bandwidths(softmax: bool) -> None:
+    """Row 7.16 (TA-MoE), at any scores; from an even split it is towards near experts."""
+    how = Routing(8, 2, softmax=softmax, balance=0.7)
+    optimum = torch.tensor([4, 4, 2, 2, 1, 1, 1, 1]) * 9
+    assert pull(logits_of(8), optimum, how).abs().max() < 1e-16
+    even = pull(logits_of(8), torch.full((8,), 18), how)
+    assert even.abs().max() > 1e-2
+    share = pull(torch.zeros(1, 8, dtype=torch.float64), torch.full((8,), 18), how)[0]
+    assert (share[:4] < 0).all(), "these get more"
+    assert (share[4:] > 0).all()
+
+
+def test_choices_come_to_be_as_bandwidths() -> None:
+    """Where they are as probable as their scores."""
+    how = Routing(8, 2, balance=1.0)
+    logits = torch.zeros(1, 8, dtype=torch.float64)
+    for _ in range(600):
+        counts = (routing.scores(logits, how)[0] * 1e12).long()
+        logits -= pull(logits, counts, how)
+    share = torch.tensor([4, 4, 2, 2, 1, 1, 1, 1], dtype=torch.float64) / 16
+    torch.testing.assert_close(routing.scores(logits, how)[0], share, rtol=1e-6, atol=0)
+
+
+def test_distances_are_one_on_average_and_where_all_are_alike() -> None:
+    found = routing.distances(BANDWIDTHS, 8, torch.float64)
+    assert found.mean().item() == pytest.approx(1, rel=1e-15)
+    assert (found[::2] / found[0]).tolist() == pytest.approx([1, 2, 4, 4], rel=1e-15)
+    assert routing.distances((7.0,) * 4, 8, torch.float64).tolist() == [1.0] * 8

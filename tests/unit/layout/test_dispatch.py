@@ -6,7 +6,7 @@ from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.experts_config import ExpertsConfig
-from megapipe.layout.dispatch import on_nodes
+from megapipe.layout.dispatch import bandwidths, on_nodes
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 
@@ -96,6 +96,55 @@ def test_with_a_codec_auto_does_not_fetch() -> None:
 def test_codecs_that_are_refused(overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan("parallel.dp=2", "parallel.ep=2", *overrides)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bandwidths_from_a_rank() -> None:
+    keys = ("parallel.dp=8", "parallel.ep=4", "experts.topology=[8,2,1]", "experts.node=2")
+    config, _ = plan(*keys)
+    found = [bandwidths(config, index) for index in range(4)]
+    assert found == [[8, 2, 1, 1], [2, 8, 1, 1], [1, 1, 8, 2], [1, 1, 2, 8]]
+    config, _ = plan("parallel.dp=8", "parallel.ep=4", "experts.topology=[8,2]")
+    assert bandwidths(config, 1) == [2, 8, 2, 2]
+    assert bandwidths(plan()[0], 0) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ("experts.topology=[1]",),
+            "experts.topology=[1]: expected two or three numbers above 0, as in [4, 2, 1]",
+        ),
+        (("experts.topology=[1,0]",), "expected two or three numbers above 0"),
+        (
+            ("experts.topology=[2,1]", "model.moe.balance=0"),
+            "experts.topology=[2.0, 1.0] has no effect without model.moe.balance: expected null",
+        ),
+        (
+            ("experts.topology=[2,1]", "parallel.tp=2", "parallel.sequence_parallel=true"),
+            "goes by the rank of a sequence and of an expert, and needs parallel.tp=1",
+        ),
+        (("experts.topology=[2,1]", "parallel.etp=2"), "and needs parallel.etp=1: expected null"),
+        (
+            ("experts.topology=[2,1]", "model.moe.balance_scope=step"),
+            "has no support for model.moe.balance_scope=step: expected null, or sequence or micro",
+        ),
+        (("experts.topology=[4,2,1]",), "needs experts.node: expected the ranks of a node"),
+        (
+            ("experts.topology=[4,2,1]", "experts.node=4"),
+            "experts.node=4 does not make several nodes of parallel.ep=4 ranks: expected a divisor",
+        ),
+        (
+            ("experts.topology=[2,1]", "experts.node=2"),
+            "experts.node=2 has no effect without experts.dispatch=hierarchical",
+        ),
+    ],
+)
+def test_topologies_that_are_refused(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan("parallel.dp=8", "parallel.ep=4", *overrides)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -1,0 +1,79 @@
+"""A balance term that goes by bandwidths between ranks (TA-MoE): by that of each token.
+
+The reference knows which rank a sample is on, and the bandwidths from it, by rules of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megapipe.testing import run_world
+from tests.parity.bitwise import assert_bitwise, outcomes_of
+from tests.parity.cases import Case
+from tests.parity.checking import check_case
+from tests.parity.faults import outcomes_of_faults
+from tests.parity.ranks import run_cases
+from tests.parity.topology_faults import FAULTS, SKEWED, run_faults
+
+NODES: dict[str, Any] = {"dp": 4, "ep": 4, "node": 2, "topology": (8.0, 3.0, 1.0)}
+PIPELINE = replace(SKEWED, pp=2, m=3, layers=4)
+CASES = [
+    replace(SKEWED, m=3, zero=2),
+    replace(SKEWED, moe="groups", model="llama", activations="full", layers=3),
+    replace(SKEWED, moe="capacity, choice", zero=3, activations="stage"),
+    replace(PIPELINE, in_process=True, schedule="seq1f1b", slices=2, moe="sliced"),
+    replace(PIPELINE, schedule="zb_h1", moe="groups", zero=2),
+    replace(PIPELINE, schedule="chimera", m=4, tied=False, moe="top 2", zero=0),
+    replace(PIPELINE, schedule="chimera_backward_halving", m=4, in_process=True, dp=4),
+    replace(SKEWED, **NODES, m=3),
+    replace(SKEWED, **NODES, moe="pyramid", dispatch="hierarchical", model="llama"),
+    replace(SKEWED, dp=4, moe="capacity, position", zero=2, dispatch="fetch"),
+]
+
+
+def check(cases: list[Case]) -> None:
+    results = run_world(cases[0].world, run_cases, cases, timeout_s=60 + 10 * len(cases))
+    for case, *outcomes in zip(cases, *results, strict=True):
+        try:
+            check_case(case, outcomes)
+        except AssertionError as error:
+            raise AssertionError(f"{case.name}: {error}") from None
+
+
+def of_world(world: int) -> list[Case]:
+    return [case for case in CASES if case.world == world]
+
+
+def test_the_term_goes_by_the_rank_of_each_token() -> None:
+    """Row 7.16."""
+    check(of_world(2)[:2])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_term_in_more_layouts(world: int) -> None:
+    check(of_world(world)[2 if world == 2 else 0 :])
+
+
+def test_uniform_bandwidths_are_the_standard_term_to_the_bit() -> None:
+    plain = replace(SKEWED, topology=None)
+    standard, uniform, skewed = outcomes_of([plain, replace(plain, topology=(3.0, 3.0)), SKEWED])
+    assert_bitwise(uniform, standard)
+    assert [o.routing for o in uniform] == [o.routing for o in standard]
+    assert skewed[0].norms != standard[0].norms
+    assert skewed[0].losses[0] == standard[0].losses[0], "the term is not in the loss that is told"
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
+    with pytest.raises(AssertionError, match="difference is"):
+        check_case(FAULTS[fault], outcomes[fault.__name__])
