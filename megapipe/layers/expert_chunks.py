@@ -43,9 +43,8 @@ def fetched_chunks(counts: Sequence[int], ranks: int, number: int) -> list[Chunk
     """The chunks of a layer whose experts, which so many ranks have the same number of, travel to
     the rows here: in each those of the first rank come first."""
     of_each = len(counts) // ranks
-    edges = _edges(of_each, number)
     found, start = [], 0
-    for first, last in pairwise(edges):
+    for first, last in pairwise(edges(of_each, number)):
         own = [counts[of_each * rank + i] for rank in range(ranks) for i in range(first, last)]
         rows = slice(start, start + sum(own))
         part, ends = slice(first, last), list(accumulate(own))
@@ -60,9 +59,8 @@ def chunks_of(counts: Counts, index: int, etp: int, number: int) -> list[Chunk]:
     of_each = len(counts[0]) * etp // ranks
     parts = range(ranks // etp)
     mine = of_each * (index // etp)
-    edges = _edges(of_each, number)
     found, own, here = [], 0, 0
-    for first, last in pairwise(edges):
+    for first, last in pairwise(edges(of_each, number)):
         sent = sum(sum(counts[index][of_each * p + first : of_each * p + last]) for p in parts)
         arriving = (source[mine + first : mine + last] for source in counts)
         ends = list(accumulate(map(sum, zip(*arriving, strict=True))))
@@ -81,6 +79,6 @@ def chunks_of(counts: Counts, index: int, etp: int, number: int) -> list[Chunk]:
     return found
 
 
-def _edges(of_each: int, number: int) -> list[int]:
-    """First experts of the chunks, and the end."""
+def edges(of_each: int, number: int) -> list[int]:
+    """First experts of the chunks, among those of a rank, and the end."""
     return [-(-of_each * i // number) for i in range(number + 1)]

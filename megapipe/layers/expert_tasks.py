@@ -60,11 +60,10 @@ class ExpertsTask:
             return
         bias = bias.flatten(1)
         for expert, rows in each_expert(self._ends):
-            grad = self.grad[rows].to(bias.dtype)
             if self.weighted is None:
-                bias[expert] += grad.sum(0)
+                bias[expert] += self.grad[rows].sum(0, dtype=bias.dtype)
             else:
-                bias[expert].addmv_(grad.t(), self.weighted[rows])
+                bias[expert].addmv_(self.grad[rows].to(bias.dtype).t(), self.weighted[rows])
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.x, self.grad, *(() if self.weighted is None else (self.weighted,)))

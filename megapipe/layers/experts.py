@@ -181,8 +181,10 @@ class Experts(nn.Module):
                 wide[here] += of.up_bias[expert].flatten()
         return wide
 
-    def narrow(self, of: Matrices, ends: Sequence[int], inner: Tensor, weight: Tensor) -> Tensor:
-        """The second product of a chunk's weighted activations [rows, f]: [rows, h]."""
+    def narrow(self, of: Matrices, ends: Sequence[int], wide: Tensor, weight: Tensor) -> Tensor:
+        """The second product of a chunk's rows, of their activation [rows, f] times the weight:
+        [rows, h]."""
+        inner = self.activation(wide).mul_(weight.unsqueeze(1))
         y = self.sharding.kernels.experts(inner, of.down.transpose(1, 2), ends)
         if of.down_bias is not None:
             for expert, here in each_expert(ends):
@@ -204,7 +206,7 @@ class Experts(nn.Module):
         if of.down_bias is not None:
             for expert, own in each_expert(ends):
                 of_weight[own] += (grad[own] @ of.down_bias[expert]).to(self.dtype)
-        grad_plain = (grad_inner * weight.unsqueeze(1)).to(grad.dtype)
+        grad_plain = grad_inner.mul_(weight.unsqueeze(1))
         (grad_wide,) = torch.autograd.grad(plain, wide, grad_plain)
         return inner, grad_wide, of_weight
 
@@ -237,8 +239,8 @@ class _ExpertsFunction(Function):
             here, weight = values
             widened.append(layer.widen(of, chunk.ends, here))
             if not graph_only:
-                inner = (layer.activation(widened[-1]) * weight.unsqueeze(1)).to(x.dtype)
-                home.give(layer.narrow(of, chunk.ends, inner, weight))
+                home.give(layer.narrow(of, chunk.ends, widened[-1], weight))
+            del of  # fetched matrices, before more are
         alone = dispatch.plan.alone
         kept = (None, None) if alone else map(joined, zip(*arrived, strict=True))
         if mb.earlier is not None:
@@ -272,6 +274,7 @@ class _ExpertsFunction(Function):
             found.append((grad_y, inner, grad_wide))
             of_x.give(kernels.experts(grad_wide, of.up.flatten(1, -2), ends))
             of_weights.give(of_weight)
+            del of
         grad_y, inner, grad_wide = map(joined, zip(*found, strict=True))
         how = plan.ends, kernels.accumulate, layer.owners(plan.chunks)
         down = layer.down, layer.down_bias, inner, grad_y, *how

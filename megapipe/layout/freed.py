@@ -7,7 +7,7 @@ from megapipe.config import Config
 from megapipe.context.split import Split
 from megapipe.layers.policy import Span
 from megapipe.layout.layout import DeviceKind
-from megapipe.model.interface import Family, Sizes
+from megapipe.model.interface import Dispatched, Family, Sizes
 from megapipe.model.partition import StageSpec
 
 _PARTS = 1000
@@ -15,8 +15,9 @@ _PARTS = 1000
 
 def sizes_of(config: Config, device: DeviceKind, split: Split, sequence: int, rows: int) -> Sizes:
     """A piece of so many `rows`, and so many positions on a context-parallel rank."""
-    parallel = config.parallel
-    fetched = config.experts.dispatch == "fetch"
+    parallel, experts = config.parallel, config.experts
+    alone, over = (1, 1), (parallel.ep, parallel.etp)
+    fetched, rowed = (over, alone) if experts.dispatch == "fetch" else (alone, over)
     return Sizes(
         sequence,
         rows,
@@ -24,8 +25,9 @@ def sizes_of(config: Config, device: DeviceKind, split: Split, sequence: int, ro
         parallel.sequence_parallel,
         device == "cuda",
         cp=parallel.cp,
-        ep=1 if fetched else parallel.ep,
-        etp=1 if fetched else parallel.etp,
+        ep=rowed[0],
+        etp=rowed[1],
+        dispatch=Dispatched(experts.dispatch, experts.node, experts.chunks, fetched),
         ulysses=split.ulysses,
     )
 

@@ -20,8 +20,8 @@ from megapipe.dtypes import DTYPE_BYTES, Dtype
 from megapipe.layers.lora_specs import Lora
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.specs import ParameterSpec, by_name
+from megapipe.model.kernel_needs import KernelNeeds
 from megapipe.model.partition import StageSpec
-from megapipe.ops.scores import PLAIN, Scores
 from megapipe.schedule.cost import Time
 
 if TYPE_CHECKING:
@@ -85,6 +85,17 @@ class Repeated(NamedTuple):
     """Whole stages are run again instead."""
 
 
+class Dispatched(NamedTuple):
+    """How tokens get to experts on other ranks (``experts``)."""
+
+    form: str = "all_to_all"
+    node: int | None = None
+    """Ranks of a node, where rows travel within nodes and then between them."""
+    chunks: int = 1
+    fetched: tuple[int, int] = (1, 1)
+    """Ranks that experts are fetched from, where they travel instead of rows: ep, etp."""
+
+
 class Sizes(NamedTuple):
     """A piece of a micro-batch on one tensor-parallel rank."""
 
@@ -101,6 +112,7 @@ class Sizes(NamedTuple):
     ep: int = 1
     etp: int = 1
     """Ranks that experts are split over, and where rows travel to: ep x etp."""
+    dispatch: Dispatched = Dispatched()
     ulysses: int = 1
     """Those of them that split heads while they attend."""
     exchanging: tuple[int, int] = (0, 0)
@@ -176,44 +188,6 @@ class TensorShape(NamedTuple):
     bytes: int
     has_grad: bool = True
     """Its gradient comes back."""
-
-
-class AttentionNeeds(NamedTuple):
-    """Attention of one tensor-parallel rank, for the choice of a kernel."""
-
-    heads: int
-    groups: int
-    """Key and value heads."""
-    head_dim: int
-    dropout: float
-    scores: Scores = PLAIN
-    """Of the layers that differ most from plain attention."""
-
-
-class NormNeeds(NamedTuple):
-    """Norms, for the choice of a kernel."""
-
-    hidden: int
-    eps: float
-    centred: bool
-    """Layernorm; otherwise root mean square."""
-    bias: bool
-    offset: bool = False
-    """The weight is a difference from 1."""
-
-
-class KernelNeeds(NamedTuple):
-    """The kernels that a family's stages call, besides weight gradients."""
-
-    attention: AttentionNeeds | None = None
-    norm: NormNeeds | None = None
-    gate: bool = False
-    """That of SwiGLU."""
-    rotary: bool = False
-    loss: bool = False
-    """That of a loss in chunks."""
-    experts: tuple[int, ...] = ()
-    """Widths of the rows of products that experts have each their own matrix for."""
 
 
 Feature = Literal[

@@ -17,7 +17,7 @@ from megapipe.layout.context_checks import check_context, split_of
 from megapipe.layout.context_plan import PASSES, Pass, context_plans
 from megapipe.layout.family import family_of
 from megapipe.layout.speeds import Speeds
-from megapipe.model.interface import AttentionNeeds
+from megapipe.model.kernel_needs import AttentionNeeds
 from megapipe.plan.context_traffic import Attention
 
 GEMMS = {"F": 2, "I": 5}

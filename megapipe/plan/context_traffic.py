@@ -12,7 +12,8 @@ from megapipe.dtypes import DTYPE_BYTES, Dtype, main_bytes
 from megapipe.layers.policy import Span
 from megapipe.layout.context_plan import PASSES, ContextPlans, Pass
 from megapipe.layout.layout import Layout
-from megapipe.model.interface import AttentionNeeds, Collective
+from megapipe.model.interface import Collective
+from megapipe.model.kernel_needs import AttentionNeeds
 
 
 class Sent(NamedTuple):

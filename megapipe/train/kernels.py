@@ -17,7 +17,7 @@ from megapipe.layers.dispatch import Form
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.layout.dispatch import bandwidths
 from megapipe.layout.layout import Layout
-from megapipe.model.interface import KernelNeeds
+from megapipe.model.kernel_needs import KernelNeeds
 from megapipe.ops import adam, attention_choice, grouped, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.attention import AttentionKernel
 from megapipe.ops.attention_choice import Attended, torch_choice

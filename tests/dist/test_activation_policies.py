@@ -22,7 +22,7 @@ from megapipe.plan.context_memory import attention_workspace
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.checking import assert_same_bits
-from tests.parity.chosen import EVENLY, chosen
+from tests.parity.chosen import evenly
 from tests.parity.live_storages import Alive, measure
 from tests.parity.ranks import ACTIVATIONS, Case, check_case, configure, run_cases
 
@@ -147,7 +147,7 @@ def test_bytes_on_a_tensor_parallel_rank() -> None:
 
 
 def measure_evenly(world: World, given: list[Case]) -> list[Alive]:
-    with chosen(EVENLY):
+    with evenly():
         return measure_all(world, given)
 
 
@@ -260,9 +260,50 @@ def test_peaks_within_operations_on_a_tensor_parallel_rank() -> None:
     check_peaks(given)
 
 
-def check_peaks(given: list[Case]) -> None:
-    """Of ranks of two."""
-    for results in run_world(2, measure_within, given, timeout_s=120):
+def measure_evenly_within(world: World, given: list[Case]) -> list[dict[str, int]]:
+    with evenly():
+        return measure_within(world, given)
+
+
+def test_peaks_within_operations_of_experts() -> None:
+    """On two ranks, or with one part of each sequence, where they are chosen evenly."""
+    split = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True)
+    context = replace(split, tp=1, cp=2, sequence_parallel=False)
+    several, parts = replace(split, ep=2), replace(split, etp=2)
+    given = [
+        replace(case, activations=name, model=model, moe=moe)
+        for case, name, model, moe in (
+            (split, "keep", "gpt2", "shared, gated"),
+            (context, "full", "llama", "groups"),
+            (replace(context, ep=2), "keep", "llama", "top 2"),
+            (several, "keep", "gpt2", "top 2"),
+            (several, "keep", "llama", "groups"),
+            (several, "full", "llama", "residual"),
+            (several, "selective", "neox", "top 2"),
+            (replace(several, expert_chunks=2), "keep", "llama", "top 2"),
+            (parts, "keep", "llama", "top 2"),
+            (replace(parts, expert_chunks=3), "keep", "gpt2", "top 2"),
+            (replace(several, dispatch="all_gather"), "keep", "llama", "top 2"),
+            (replace(several, dispatch="all_gather", expert_chunks=2), "full", "gpt2", "top 2"),
+            (replace(several, dispatch="fetch"), "keep", "llama", "top 2"),
+            (replace(several, dispatch="fetch", expert_chunks=2), "keep", "gpt2", "top 2"),
+            (replace(parts, dispatch="fetch", expert_chunks=2), "full", "llama", "top 2"),
+        )
+    ]
+    check_peaks(given, measure_evenly_within)
+
+
+def test_peaks_within_operations_of_experts_in_two_hops() -> None:
+    base = Case(tp=4, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True, ep=4)
+    hops = replace(base, moe="top 2", dispatch="hierarchical", node=2)
+    check_peaks([hops, replace(hops, ep=2, etp=2, expert_chunks=2)], measure_evenly_within, 4)
+
+
+Within = Callable[[World, list[Case]], list[dict[str, int]]]
+
+
+def check_peaks(given: list[Case], measured: Within = measure_within, world: int = 2) -> None:
+    for results in run_world(world, measured, given, timeout_s=120):
         for case, within in zip(given, results, strict=True):
             config, layout = configure(case)
             sizes = sizes_of(config, layout)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,7 +21,7 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.bitwise import assert_bitwise
 from tests.parity.cases import Rows
-from tests.parity.chosen import EVENLY, chosen
+from tests.parity.chosen import chosen, evenly
 from tests.parity.dispatch_faults import FAULTS, run_faults
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.ranks import Case, check_case, configure, run_cases
@@ -163,27 +164,27 @@ FORMS = [
 ]
 
 
-FIRST_RANKS = ((1, 0),)
-"""Of each token; other ranks' experts have no rows."""
+CHOOSING = {"evenly": evenly, "experts of the first ranks": partial(chosen, ((1, 0),))}
+"""Of the latter other ranks' experts have no rows."""
 
 
-def run_forms(world: World) -> list[dict[Any, list[Exchange]]]:
+def run_forms(world: World) -> list[dict[str, list[Exchange]]]:
     """What each form exchanges in a step in which tokens choose evenly, or experts of the first
     ranks alone."""
-    results: list[dict[Any, list[Exchange]]] = []
+    results: list[dict[str, list[Exchange]]] = []
     for case in FORMS:
         config, layout = configure(case)
         step = TrainStep(config, layout, world.mesh(case.grid))
         results.append({})
-        for i, pattern in enumerate((EVENLY, FIRST_RANKS)):
+        for i, (name, choosing) in enumerate(CHOOSING.items()):
             found: list[Exchange] = []
-            results[-1][pattern] = found
-            with chosen(pattern), exchanged(found):
+            results[-1][name] = found
+            with choosing(), exchanged(found):
                 step.train(i, Rows(case))
     return results
 
 
-Exchanges = list[tuple[dict[Any, list[Exchange]], ...]]
+Exchanges = list[tuple[dict[str, list[Exchange]], ...]]
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +204,7 @@ def test_bytes_are_those_of_the_plan_where_experts_are_chosen_evenly(exchanges: 
                 amounts[each.collective, each.members] += each.bytes
         if FORMS[i].dispatch == "hierarchical":
             assert {members for _, members in counts} == {2}, "two hops over two ranks each"
-        for found in (rank[EVENLY] for rank in of_ranks):
+        for found in (rank["evenly"] for rank in of_ranks):
             assert Counter((e.what, len(e.ranks)) for e in found) == counts, FORMS[i].name
             sizes: Counter[Any] = Counter()
             for e in found:
@@ -213,7 +214,7 @@ def test_bytes_are_those_of_the_plan_where_experts_are_chosen_evenly(exchanges: 
 
 def test_members_of_a_group_exchange_in_one_order_also_without_rows(exchanges: Exchanges) -> None:
     for case, both in zip(FORMS, exchanges, strict=True):
-        of_ranks = [rank[FIRST_RANKS] for rank in both]
+        of_ranks = [rank["experts of the first ranks"] for rank in both]
         groups = {e.ranks for found in of_ranks for e in found}
         assert len(groups) == (4 if case.node else 4 // (case.ep * case.etp)), case.name
         for ranks in groups:

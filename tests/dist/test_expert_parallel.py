@@ -19,7 +19,7 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import mixture
 from tests.parity.cases import Rows
-from tests.parity.chosen import EVENLY, chosen
+from tests.parity.chosen import chosen, evenly
 from tests.parity.collective_recorder import recording
 from tests.parity.outcome import Outcome
 from tests.parity.ranks import Case, check_case, configure, run_case
@@ -73,7 +73,7 @@ def run_even(world: World) -> tuple[list[Exchange], int]:
     config, layout = configure(EVEN)
     step = TrainStep(config, layout, world.mesh(EVEN.grid))
     found: list[Exchange] = []
-    with chosen(EVENLY), exchanged(found):
+    with evenly(), exchanged(found):
         step.train(0, Rows(EVEN))
     held = sum(shard.bucket.weights.nbytes for shard in step.optimizer.shards)
     return found, held

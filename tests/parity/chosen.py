@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from megapipe.layers import routing
-
-EVENLY = ((0, 1), (2, 3))
-"""Two of four experts each, all as often."""
+from megapipe.layers.moe_specs import Routing
 
 
 @contextmanager
@@ -24,4 +22,18 @@ def chosen(pattern: Sequence[Sequence[int]]) -> Iterator[None]:
         return torch.tensor(pattern, dtype=torch.int16)[torch.arange(len(p)) % len(pattern)]
 
     with mock.patch.object(routing, "choose", choose):
+        yield
+
+
+@contextmanager
+def evenly() -> Iterator[None]:
+    """The positions of a sequence choose one expert after the other, and are dropped as ever."""
+    choose = routing.choose
+
+    def in_turn(p: Tensor, given: Routing, sequences: int, *rest: Any) -> Tensor:
+        first = torch.arange(len(p)).div(sequences, rounding_mode="floor") * given.top_k
+        ranked = (torch.arange(given.experts) - first.unsqueeze(1)) % given.experts
+        return choose((1 + given.experts - ranked).to(p.dtype), given, sequences, *rest)
+
+    with mock.patch.object(routing, "choose", in_turn):
         yield

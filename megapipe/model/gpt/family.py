@@ -25,13 +25,10 @@ from megapipe.model.gpt.parameters import known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.gpt.work import Once, part_costs, stage_work
 from megapipe.model.interface import (
-    AttentionNeeds,
     Conditions,
     Family,
     Feature,
     Held,
-    KernelNeeds,
-    NormNeeds,
     Peaks,
     Repeated,
     Sizes,
@@ -41,6 +38,7 @@ from megapipe.model.interface import (
     Work,
     main_tensor,
 )
+from megapipe.model.kernel_needs import AttentionNeeds, KernelNeeds, NormNeeds
 from megapipe.model.own_loss import load_loss
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
@@ -197,16 +195,10 @@ class GPT(Family):
             self.model, stage, spans, sizes, loss_chunk=given.loss_chunk, lora=given.lora
         )
 
-    def peaks(
-        self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool
-    ) -> Peaks | None:
+    def peaks(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool) -> Peaks:
         """Those of a run that trains all weights, also where adapters are trained: with few targets
-        an operation then takes less, beside every layer up to a fifth more in a small model. Of
-        layers with experts they are not known."""
+        an operation then takes less, beside every layer up to a fifth more in a small model."""
         from megapipe.model.gpt import workspace
-
-        if any(map(self.model.moe.has_experts, stage.layers)):
-            return None
 
         most = self.conditions.loss_chunk
         return workspace.peaks(self.model, stage, spans, sizes, most_tokens=most, again=again)

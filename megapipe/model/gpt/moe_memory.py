@@ -24,25 +24,31 @@ def high_bytes(model: ModelConfig) -> int:
     return max(DTYPE_BYTES[model.dtype], 4)
 
 
-def _tokens(sizes: Sizes) -> int:
+def tokens_of(sizes: Sizes) -> int:
     """Tokens that a rank routes."""
     return sizes.sequence * sizes.rows // (sizes.tp if sizes.sequence_parallel else 1)
 
 
-def _rows(routing: Routing, sizes: Sizes) -> int:
+def rows_of(routing: Routing, sizes: Sizes) -> int:
     """Rows of its experts, with a capacity at most."""
     parts = sizes.cp * (sizes.tp if sizes.sequence_parallel else 1)
     shared_by = sizes.ep * sizes.etp
     sequences, length = sizes.rows * max(1, shared_by // parts), sizes.sequence * sizes.cp
-    return most_rows(routing, _tokens(sizes), sequences, length, sizes.ep, sizes.etp)
+    return most_rows(routing, tokens_of(sizes), sequences, length, sizes.ep, sizes.etp)
 
 
 def mixture_saved(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[tuple[str, int]]:
     """Storages of a layer from F to I, besides the input, with their bytes."""
+    yield from experts_saved(model, sizes, layer)
+    yield from _shared_saved(model, sizes)
+
+
+def experts_saved(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[tuple[str, int]]:
+    """Those of its experts alone."""
     moe, size, routing = model.moe, DTYPE_BYTES[model.dtype], routing_of(model.moe, layer)
-    tokens = _tokens(sizes)
+    tokens = tokens_of(sizes)
     choices, up = tokens * moe.top_k, 2 if model.gated else 1
-    rows = _rows(routing, sizes)
+    rows = rows_of(routing, sizes)
     yield "up of experts", rows * known(moe.ffn) // sizes.etp * up * size
     yield "logits", tokens * routing.experts * high_bytes(model)
     yield "choice", choices * CHOICE
@@ -55,10 +61,14 @@ def mixture_saved(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[tupl
         yield "arrived", rows * model.hidden * size
         yield "weights", rows * high_bytes(model)
         yield "order of arrival", rows * PLACE
+
+
+def _shared_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]:
+    moe, size, tokens = model.moe, DTYPE_BYTES[model.dtype], tokens_of(sizes)
     if moe.shared is None:
         return
     inner = sizes.sequence * sizes.rows * moe.shared // sizes.tp
-    yield "up", inner * up * size
+    yield "up", inner * (2 if model.gated else 1) * size
     yield "inner", inner * size
     if gates := GATES[moe.shared_gate]:
         yield "gate", tokens * gates * size
@@ -69,14 +79,21 @@ def mixture_saved(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[tupl
 def mixture_queued(model: ModelConfig, sizes: Sizes, layer: int, *, shared: bool) -> int:
     """Bytes of a layer that wait for W. `shared`: the gradient of its output is among others
     already where it is kept."""
-    moe, size, high = model.moe, DTYPE_BYTES[model.dtype], high_bytes(model)
-    tokens, h, up = _tokens(sizes), model.hidden, 2 if model.gated else 1
-    rows, ffn = _rows(routing_of(moe, layer), sizes), known(moe.ffn) // sizes.etp
-    found = rows * (size * (2 * h + ffn + up * ffn) + high)
-    found += tokens * (h * size + moe.experts_of(layer) * high)
+    moe, size, h = model.moe, DTYPE_BYTES[model.dtype], model.hidden
+    tokens, up = tokens_of(sizes), 2 if model.gated else 1
+    found = experts_queued(model, sizes, layer) + tokens * h * size
     if moe.shared is not None:
         gates = GATES[moe.shared_gate]
         output = 0 if shared and not gates else h
         found += sizes.sequence * sizes.rows * moe.shared // sizes.tp * (1 + up) * size
         found += tokens * size * (output + gates)
     return found
+
+
+def experts_queued(model: ModelConfig, sizes: Sizes, layer: int) -> int:
+    """Those of its experts and their router, but for the input."""
+    moe, size, high = model.moe, DTYPE_BYTES[model.dtype], high_bytes(model)
+    rows, ffn = rows_of(routing_of(moe, layer), sizes), known(moe.ffn) // sizes.etp
+    wide = ffn * (2 if model.gated else 1)
+    found = rows * (size * (2 * model.hidden + ffn + wide) + high)
+    return found + tokens_of(sizes) * moe.experts_of(layer) * high

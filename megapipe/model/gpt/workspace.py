@@ -13,15 +13,17 @@ Gradients that slices leave to each other are counted between operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.moe_workspace import MixtureWorkspace
 from megapipe.model.gpt.saved import share_gradient
 from megapipe.model.gpt.workspace_parts import Parts
 from megapipe.model.interface import Peaks, Sizes
 from megapipe.model.partition import StageSpec
-from megapipe.model.tape import PutOff, Tape
+from megapipe.model.tape import Tape
 
 
 def peaks(
@@ -50,13 +52,18 @@ def peaks(
 class _Way(Parts):
     """The memory, in bytes, of one piece's way through a stage."""
 
+    @cached_property
+    def mixtures(self) -> dict[int, MixtureWorkspace]:
+        """Of layers with experts."""
+        layers = filter(self.model.moe.has_experts, self.stage.layers)
+        return {layer: MixtureWorkspace(self, layer) for layer in layers}
+
     # forward
 
     def forward(self, *, keep: bool, graph_only: bool = False) -> int:
         """The most bytes of a forward; with `keep` it builds a graph, with `graph_only` nothing
         else."""
-        last = sum(blocks for blocks, _ in self.spans) - 1
-        number = 0
+        layers = iter(self.stage.layers)
         tape = Tape()
         if not self.stage.embedding:
             tape.take(self.local)
@@ -65,19 +72,25 @@ class _Way(Parts):
         is_held = True  # what the first block is given, until all have run
         for blocks, policy in self.spans:
             for i in range(blocks):
+                layer = next(layers)
                 in_graph = keep and "block" not in policy.recompute
-                has_value = self.stage.head or not (graph_only and number == last)
+                is_last = layer == self.stage.layers[-1]
+                has_value = self.stage.head or not (graph_only and is_last)
+                kept = policy.keeps_attention
                 self._block_forward(
-                    tape, policy, keep=in_graph, kept=policy.keeps_attention, has_value=has_value
+                    tape, layer, policy, keep=in_graph, kept=kept, has_value=has_value
                 )
-                number += 1
-                kept = policy.offloads_input is False and (in_graph or (keep and i == 0))
-                if not kept and not is_held:
+                away = policy.offloads_input and not (in_graph and self._holds_input(layer))
+                if (away or not (in_graph or (keep and i == 0))) and not is_held:
                     tape.drop(self.local)  # the block's input
                 is_held = False
         if self.stage.head:
             self._loss_forward(tape, keep)
         return tape.peak
+
+    def _holds_input(self, layer: int) -> bool:
+        """Whether a mixture's norm keeps the input of its block, which is never put away."""
+        return self.model.parallel_residual and layer in self.mixtures
 
     def _embed(self, tape: Tape, keep: bool) -> None:
         self.row_product(tape)
@@ -94,16 +107,18 @@ class _Way(Parts):
     def _block_forward(
         self,
         tape: Tape,
+        layer: int,
         policy: BlockPolicy,
         *,
         keep: bool,
         kept: bool = False,
         known: bool = False,
         has_value: bool = True,
+        chosen: bool = False,
     ) -> None:
         """The block's input is held before and after; its output comes on top. Results of attention
-        are `kept` for a second run, or `known` from a first. Where nothing reads the output it has
-        no value: the last product is left out."""
+        are `kept` for a second run, or `known` from a first, in which experts have been `chosen`.
+        Where nothing reads the output it has no value: the last product is left out."""
         has_product = has_value or self.model.post_norms
         again, away = (policy.recompute, policy.offload) if keep else (frozenset(), frozenset())
         stays = {module: keep and module not in again for module in self.saved}
@@ -124,6 +139,24 @@ class _Way(Parts):
         self.post_norm(tape, keep)
         tape.take(self.local)  # the sum
         tape.drop(self.local)
+        if layer in self.mixtures:
+            mixture = self.mixtures[layer]
+            mixture.forward(tape, keep=keep, has_value=has_product, chosen=chosen)
+        else:
+            self._mlp(tape, keep, stays, away, has_product)
+        holds_qkv = keep and "attention" not in away
+        if not (holds_qkv and (self.keeps_qkv or "attention" in again)):
+            tape.drop(self.qkv)
+
+    def _mlp(
+        self,
+        tape: Tape,
+        keep: bool,
+        stays: Mapping[str, bool],
+        away: Collection[str],
+        has_product: bool,
+    ) -> None:
+        """From the sum with attention's output to the block's output."""
         self._norm_and_column(tape, self.up, stays["norm"], "norm" in away)
         tape.take(self.inner)
         if has_product:
@@ -139,9 +172,6 @@ class _Way(Parts):
             tape.drop(self.local)
         if not keep or "norm" in away or self.model.parallel_residual:
             tape.drop(self.local)  # the first sum
-        holds_qkv = keep and "attention" not in away
-        if not (holds_qkv and (self.keeps_qkv or "attention" in again)):
-            tape.drop(self.qkv)
         if not (keep and "mlp_activation" not in away):
             tape.drop(self.up)
 
@@ -213,28 +243,31 @@ class _Way(Parts):
         if self.stage.head:
             self._loss_backward(tape, at_once)
         is_first_held = not self.stage.embedding
+        layers = list(self.stage.layers)
         for index, (blocks, policy) in reversed(list(enumerate(self.spans))):
+            own = [layers.pop() for _ in range(blocks)][::-1]
             entrance = is_first_held and index == 0
             message = not self.stage.head and index == len(self.spans) - 1  # held by the caller
             if "block" in policy.recompute:
-                self._unit_again(tape, blocks, policy, entrance, at_once, message)
+                self._unit_again(tape, own, policy, entrance, at_once, message)
                 continue
-            for i in reversed(range(blocks)):
+            for i, layer in reversed(list(enumerate(own))):
                 stays = message and i == blocks - 1
-                self._block_backward(tape, policy, entrance and i == 0, at_once, grad_stays=stays)
+                is_input = entrance and i == 0
+                self._block_backward(tape, layer, policy, is_input, at_once, grad_stays=stays)
         if self.stage.embedding:
             if self.model.dropout:
                 tape.take(self.local)
                 tape.drop(self.local, self.mask)
             if at_once:
                 self.embedding_gradient(tape)
-        self._compute_put_off(tape)
+        self.compute_put_off(tape)
         return tape.peak
 
     def _unit_again(
         self,
         tape: Tape,
-        blocks: int,
+        layers: Sequence[int],
         policy: BlockPolicy,
         entrance: bool,
         at_once: bool,
@@ -243,18 +276,20 @@ class _Way(Parts):
         """The blocks are built again from the input of the first, which is let go of last."""
         if policy.offload:
             tape.take(self.local)
-        plain = BlockPolicy()
-        for i in range(blocks):
-            last = i == blocks - 1
+        plain, known = BlockPolicy(), policy.keeps_attention
+        for layer in layers:
+            value = layer != layers[-1]
             self._block_forward(
-                tape, plain, keep=True, known=policy.keeps_attention, has_value=not last
+                tape, layer, plain, keep=True, known=known, has_value=value, chosen=True
             )
-            if last:
-                tape.drop(self.local)  # the output
-        for i in reversed(range(blocks)):
+        tape.drop(self.local)  # the output
+        for layer in reversed(layers):
             # the gradient that the run is given is let go of last
-            self._block_backward(tape, plain, i == 0, at_once, grad_stays=i == blocks - 1)
-        if (at_once or self.own) and not grad_stays:
+            is_input, stays = layer == layers[0], layer == layers[-1]
+            self._block_backward(tape, layer, plain, is_input, at_once, grad_stays=stays)
+        last = self.mixtures.get(layers[-1])
+        waits = last is None or last.queues_gradient
+        if (at_once or self.own or not waits) and not grad_stays:
             tape.drop(self.local)
         if not entrance or policy.offload:
             tape.drop(self.local)
@@ -262,6 +297,7 @@ class _Way(Parts):
     def _block_backward(
         self,
         tape: Tape,
+        layer: int,
         policy: BlockPolicy,
         input_stays: bool,
         at_once: bool,
@@ -270,11 +306,15 @@ class _Way(Parts):
     ) -> None:
         """From the gradient of its output, [s(/tp), b, h], to that of its input."""
         self.post_norm_backward(tape)
-        self._narrow_backward(tape, policy, at_once)
         parallel = self.model.parallel_residual
-        self._widen_backward(
-            tape, policy, self.up, "up", at_once, grad_stays=grad_stays, adds=not parallel
-        )
+        if layer in self.mixtures:
+            away = policy.offloads_input
+            self.mixtures[layer].backward(tape, at_once, puts_away=away, grad_stays=grad_stays)
+        else:
+            self._narrow_backward(tape, policy, at_once)
+            self._widen_backward(
+                tape, policy, self.up, "up", at_once, grad_stays=grad_stays, adds=not parallel
+            )
         self.post_norm_backward(tape)
         self._attention_backward(tape, policy, at_once)
         tape.pass_by(self.turned)
@@ -294,7 +334,8 @@ class _Way(Parts):
         elif away:
             tape.take(self.inner)
         given = self._given_again(again, at_once)
-        self._row_backward(tape, self.inner, "down", at_once, stays=given)
+        self.dropped_backward(tape)
+        self.row_backward(tape, self.inner, "down", at_once, self.inner + self.own - given)
         if away and not again:
             tape.take(self.up)
         tape.take(self.up)
@@ -317,9 +358,12 @@ class _Way(Parts):
             tape.pass_by(self.local if self.mask else 0)
         elif away:
             tape.take(self.queries)
-        output = self.queries if self.needs_output and at_once else 0
+        waits = self.split > 1  # the input of the output layer, with its weight gradient
+        output = self.queries if self.needs_output and at_once and not waits else 0
         given = self._given_again(again, at_once)
-        self._row_backward(tape, self.queries, "out", at_once, stays=output + given)
+        self.dropped_backward(tape)
+        freed = self.queries + self.own - output - given
+        self.row_backward(tape, self.queries, "out", at_once, freed)
         if away and not again:
             if self.unfused is not None:
                 saved -= self.copies
@@ -335,33 +379,6 @@ class _Way(Parts):
         tape.drop(0 if again else kept)
         tape.take(self.qkv)  # joined
         tape.drop(self.qkv, given, kept if again else 0)
-
-    def _row_backward(self, tape: Tape, x: int, matrix: str, at_once: bool, *, stays: int) -> None:
-        """A row-parallel layer's input `x` is held, and the gradient of its output. After the
-        weight gradient they are let go of, unless others need them: so many bytes stay."""
-        freed = x + self.own - stays
-        if self.mask:
-            tape.take(self.local)
-            tape.drop(self.mask, self.local if self.model.post_norms else 0)
-        if self.split == 1:
-            tape.take(x)  # the gradient of the input
-            if at_once:
-                tape.pass_by(self.product(matrix))
-                tape.drop(freed)
-            return
-        tape.take(self.whole)
-        self._compute_put_off(tape)
-        tape.take(x)
-        if at_once:
-            tape.put_off = PutOff(matrix, self.whole + freed)
-        else:
-            tape.drop(self.whole)
-
-    def _compute_put_off(self, tape: Tape) -> None:
-        if tape.put_off is not None:
-            tape.pass_by(self.product(tape.put_off.matrix))
-            tape.drop(tape.put_off.frees)
-            tape.put_off = None
 
     def _widen_backward(
         self,
@@ -383,7 +400,7 @@ class _Way(Parts):
         if again:
             self.normalise(tape)
         # a gradient that a second run was given is let go of last
-        self._column_backward(tape, 0 if again else grad, matrix, at_once)
+        self.column_backward(tape, 0 if again else grad, matrix, at_once)
         if away and not again:
             tape.take(self.local)
         self.norm_backward(tape)
@@ -404,18 +421,6 @@ class _Way(Parts):
             assert tape.put_off is not None
             tape.put_off.frees += self.local
 
-    def _column_backward(self, tape: Tape, grad: int, matrix: str, at_once: bool) -> None:
-        """Leaves the gradient of the norm's output, [s(/tp), b, h]."""
-        gathered = self.whole if at_once and self.split > 1 else 0
-        tape.take(gathered, self.whole)
-        if self.split > 1:
-            tape.take((self.split - 1) * self.local)  # what the sum receives
-        if at_once:
-            tape.pass_by(self.product(matrix))
-            tape.drop(gathered, grad, self.local)
-        if self.split > 1:
-            tape.drop((self.split - 2) * self.local, self.whole)
-
     def _loss_backward(self, tape: Tape, at_once: bool) -> None:
         if self.most_tokens:
             gathered = self.whole if self.split > 1 else 0
@@ -434,7 +439,7 @@ class _Way(Parts):
                 tape.take(logits * self.size)
                 tape.drop(2 * logits * self.size)
                 tape.take(logits * self.size)
-            self._column_backward(tape, logits * self.size, "head", at_once)
+            self.column_backward(tape, logits * self.size, "head", at_once)
         self.norm_backward(tape)
         tape.drop(self.local)
 
@@ -447,10 +452,13 @@ class _Way(Parts):
         if self.stage.head and not self.most_tokens:
             tape.pass_by(gathered, self.product("head"))
             tape.drop(self.local, self.tokens * self.logits * self.size)
-        for _ in range(sum(span.blocks for span in self.spans)):
+        for layer in reversed(self.stage.layers):
+            mlp = [("down", self.inner, self.local), ("up", self.local, self.up)]
+            if layer in self.mixtures:
+                self.mixtures[layer].weight_grads(tape)
+                mlp.clear()
             for matrix, x, grad in (
-                ("down", self.inner, self.local),
-                ("up", self.local, self.up),
+                *mlp,
                 ("out", self.queries, self.local),
                 ("qkv", self.local, self.qkv),
             ):

@@ -14,7 +14,7 @@ from megapipe.model.gpt.saved import Widths, norm_tensors, results, saved_tensor
 from megapipe.model.gpt.unfused import Unfused
 from megapipe.model.interface import Sizes
 from megapipe.model.partition import StageSpec
-from megapipe.model.tape import Tape
+from megapipe.model.tape import PutOff, Tape
 
 
 class Parts:
@@ -88,6 +88,9 @@ class Parts:
             "down": w.ffn * hidden,
             "head": padded_vocabulary(known(model.vocab_size), tp) // tp * hidden,
         }
+        if model.moe.shared is not None:
+            shared = model.moe.shared // tp * hidden
+            self.matrices |= {"shared.up": shared * (w.up // w.ffn), "shared.down": shared}
         self.logits = padded_vocabulary(known(model.vocab_size), tp) // tp  # columns
         self.most_tokens = most_tokens
         self.held = stage_held(model, stage, spans, sizes, loss_chunk=most_tokens)
@@ -159,10 +162,57 @@ class Parts:
         tape.drop(self.local, self.statistics)
 
     def product(self, matrix: str) -> int:
-        """A weight gradient that is not added within its GEMM."""
+        return self.added(self.matrices[matrix])
+
+    def added(self, numel: int) -> int:
+        """A weight gradient of so many values that is not added within its GEMM."""
         if self.size == self.high:
             return 0
-        return self.matrices[matrix] * (self.high if self.sizes.cuda else self.size)
+        return numel * (self.high if self.sizes.cuda else self.size)
+
+    def dropped_backward(self, tape: Tape) -> None:
+        """The branch's own gradient, from that of the residual or of a norm after it."""
+        if self.mask:
+            tape.take(self.local)
+            tape.drop(self.mask, self.local if self.model.post_norms else 0)
+
+    def row_backward(self, tape: Tape, x: int, matrix: str, at_once: bool, freed: int) -> None:
+        """A row-parallel layer's input `x` is held, and the gradient of its output. After the
+        weight gradient so many bytes of them are `freed`."""
+        if self.split == 1:
+            tape.take(x)  # the gradient of the input
+            if at_once:
+                tape.pass_by(self.product(matrix))
+                tape.drop(freed)
+            return
+        tape.take(self.whole)
+        self.compute_put_off(tape)
+        tape.take(x)
+        if at_once:
+            tape.put_off = PutOff(matrix, self.whole + freed)
+        else:
+            tape.drop(self.whole)
+
+    def compute_put_off(self, tape: Tape) -> None:
+        if tape.put_off is not None:
+            tape.pass_by(self.product(tape.put_off.matrix))
+            tape.drop(tape.put_off.frees)
+            tape.put_off = None
+
+    def column_backward(
+        self, tape: Tape, grad: int, matrix: str, at_once: bool, *, input_stays: bool = False
+    ) -> None:
+        """Leaves the gradient of the input, [s(/tp), b, h], which is let go of unless others
+        need it."""
+        gathered = self.whole if at_once and self.split > 1 else 0
+        tape.take(gathered, self.whole)
+        if self.split > 1:
+            tape.take((self.split - 1) * self.local)  # what the sum receives
+        if at_once:
+            tape.pass_by(self.product(matrix))
+            tape.drop(gathered, grad, 0 if input_stays else self.local)
+        if self.split > 1:
+            tape.drop((self.split - 2) * self.local, self.whole)
 
     def embedding_gradient(self, tape: Tape) -> None:
         gathered = self.whole if self.split > 1 else 0

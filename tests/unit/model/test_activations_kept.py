@@ -32,6 +32,7 @@ from megapipe.model.gpt.saved import Sizes, held, held_tensors
 from megapipe.model.gpt.workspace import peaks
 from megapipe.model.partition import StageSpec
 from tests.parity import reference
+from tests.parity.chosen import evenly
 from tests.parity.live_storages import measure
 from tests.parity.ranks import ACTIVATIONS, Case, configure
 from tests.parity.stage_cases import main_grads, new_pipeline, new_stage
@@ -286,6 +287,38 @@ def test_the_peak_within_an_operation_is_that_of_the_formula(
     alive = measure(middle(model, name), x, microbatch(model, 0))
     formula = peaks(model, MIDDLE, spans_of(name), Sizes(64, 4), most_tokens=0)
     for kind, measured in alive.within.items():  # gradients of vectors are left out
+        assert getattr(formula, kind) == pytest.approx(measured, rel=0.005), kind
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("keep", "full") else pytest.mark.full) for n in POLICIES],
+)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("gpt2", {"moe": "top 2", "dtype": "bf16"}),
+        ("llama", {"moe": "top 2", "dropout": 0.1}),
+        ("llama", {"moe": "shared, gated", "dtype": "fp32"}),
+        ("mixed", {"moe": "residual", "dtype": "bf16"}),
+        ("neox", {"moe": "groups"}),
+        ("neox", {"moe": "every second"}),
+        ("gemma", {"moe": "top 2"}),
+        ("gpt2", {"moe": "pyramid"}),
+        ("gpt2", {"moe": "capacity, score"}),
+    ],
+)
+def test_the_peak_within_an_operation_of_layers_with_experts(
+    kind: str, fields: dict[str, Any], name: str
+) -> None:
+    """Which are chosen evenly."""
+    model = model_of(kind, **fields).model_copy(update=LARGER)
+    model = model.model_copy(update={"moe": model.moe.model_copy(update={"ffn": 96})})
+    x = torch.ones(64, 4, model.hidden, dtype=TORCH_DTYPES[model.dtype])
+    with evenly():
+        alive = measure(middle(model, name), x, microbatch(model, 0))
+    formula = peaks(model, MIDDLE, spans_of(name), Sizes(64, 4), most_tokens=0)
+    for kind, measured in alive.within.items():
         assert getattr(formula, kind) == pytest.approx(measured, rel=0.005), kind
 
 
