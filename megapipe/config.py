@@ -23,7 +23,8 @@ from megapipe.update_rules import RULES
 from megapipe.user_code import is_user_code, names_or_code
 
 ActivationPolicy = Literal["keep", "selective", "full", "stage"]
-ActivationModule = Literal["norm", "attention", "mlp_activation"]
+StoredModule = Literal["norm", "attention", "mlp_activation"]
+ActivationModule = Literal[StoredModule, "experts"]
 
 LR_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 USUAL_WARMUP = 100
@@ -79,7 +80,9 @@ class ActivationsConfig(Section):
     again, from its input. One for all stages, or a list with one for each virtual stage."""
     modules: list[ActivationModule] = Field(["norm", "attention", "mlp_activation"])
     """selective: what is run again. norm: both norms; attention: all between the projections;
-    mlp_activation: the function between the matrices. The linear layers are not run again."""
+    mlp_activation: the function between the matrices. The linear layers are not run again, but for
+    experts: of these a layer keeps its input and the choice, and rows are dispatched and widened a
+    second time."""
     keep_attention: bool = False
     """Whether blocks, modules and stages that are run again keep the results of attention (its
     output, and a number per head and position) and do not attend a second time; worth its memory
@@ -89,7 +92,7 @@ class ActivationsConfig(Section):
     keep. Default: all. One number, or a list with one for each virtual stage."""
     span: int = Field(1, ge=1)
     """full: consecutive blocks that are run again together, from the input of the first."""
-    offload: list[ActivationModule] = Field([])
+    offload: list[StoredModule] = Field([])
     """Modules whose activations wait in host memory for the backward, whether they are all kept or
     run again from an input. norm includes the input of a block, all that one keeps under full.
     Stages that are run again as a whole, as some schedules have them, keep what they keep."""

@@ -22,7 +22,8 @@ and rows of logits then begin at multiples of a cache line."""
 class BlockPolicy:
     """Which activations of a block are recomputed or offloaded; by default all are kept.
 
-    Modules are named `norm`, `attention` and `mlp_activation`; `block` stands for whole blocks.
+    Modules are named `norm`, `attention`, `mlp_activation` and `experts`; `block` stands for whole
+    blocks.
     """
 
     recompute: frozenset[str] = frozenset()

@@ -39,7 +39,7 @@ def check(config: Config, family: Family, dp: int, processes: int) -> None:
     _check_precision(config.optimizer, config.model.dtype)
     check_experts(config, dp)
     _check_kernels(config, family)
-    _check_activations(config.activations)
+    _check_activations(config.activations, family)
     _check_watched_steps(config.log)
     _check_device(config.log)
     _check_stop(config.train)
@@ -325,14 +325,20 @@ def _check_kernels(config: Config, family: Family) -> None:
         )
 
 
-def _check_activations(activations: ActivationsConfig) -> None:
-    """Refuse settings that do not go with the policy."""
+def _check_activations(activations: ActivationsConfig, family: Family) -> None:
+    """Refuse settings that do not go with the policy, or the model."""
     policies = activations.policy
     policies = [policies] if isinstance(policies, str) else policies
+    modules = "norm, attention, mlp_activation"
     if "selective" in policies and not activations.modules:
         raise ConfigError(
             "activations.modules=[] leaves activations.policy=selective nothing to run again: "
-            "expected some of norm, attention, mlp_activation"
+            f"expected some of {modules}"
+        )
+    if "experts" in activations.modules and not family.experts():
+        raise ConfigError(
+            f"activations.modules={activations.modules}: no layer has experts, which are for "
+            f"model.moe.experts: expected some of {modules}"
         )
     if set(policies) == {"stage"} and activations.blocks is not None:
         raise ConfigError(

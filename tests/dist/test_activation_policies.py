@@ -24,12 +24,12 @@ from megapipe.train.step import TrainStep
 from tests.parity.checking import assert_same_bits
 from tests.parity.chosen import evenly
 from tests.parity.live_storages import Alive, measure
-from tests.parity.ranks import ACTIVATIONS, Case, check_case, configure, run_cases
+from tests.parity.ranks import OF_ALL_MODELS, Case, check_case, configure, run_cases
 
 pytestmark = pytest.mark.full
 
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2))
-POLICIES = [name for name in ACTIVATIONS if name != "keep"]
+POLICIES = [name for name in OF_ALL_MODELS if name != "keep"]
 
 
 def cases(world: int, schedules: Sequence[tuple[str, int]] = SCHEDULES) -> list[Case]:
@@ -170,6 +170,8 @@ def test_bytes_of_experts() -> None:
             (replace(several, expert_chunks=2), "keep", "gpt2", "top 2"),
             (replace(several, dispatch="fetch"), "keep", "llama", "top 2"),
             (replace(split, dispatch="fetch", etp=2), "full", "llama", "top 2"),
+            (several, "experts again", "llama", "shared, gated"),
+            (replace(split, etp=2, expert_chunks=2), "experts again", "gpt2", "top 2"),
         )
     ]
     check_bytes(given, measure_evenly)
@@ -288,6 +290,10 @@ def test_peaks_within_operations_of_experts() -> None:
             (replace(several, dispatch="fetch"), "keep", "llama", "top 2"),
             (replace(several, dispatch="fetch", expert_chunks=2), "keep", "gpt2", "top 2"),
             (replace(parts, dispatch="fetch", expert_chunks=2), "full", "llama", "top 2"),
+            (several, "experts again", "llama", "groups"),
+            (replace(parts, expert_chunks=2), "experts again", "gpt2", "top 2"),
+            (replace(several, dispatch="all_gather"), "experts again", "neox", "residual"),
+            (replace(several, dispatch="fetch"), "experts again", "llama", "top 2"),
         )
     ]
     check_peaks(given, measure_evenly_within)

@@ -160,6 +160,8 @@ FORMS = [
     replace(EVEN, ep=2, etp=2, codec="int8", dtype="bf16", **TWO_HOPS),
     replace(EVEN, codec="bf16", dtype="fp32", **GATHERED),
     replace(EVEN, **FETCHED),
+    replace(EVEN, moe="shared, gated", expert_chunks=1, activations="experts again"),
+    replace(EVEN, ep=2, **FETCHED, expert_chunks=2, activations="experts again"),
     replace(EVEN, model="gpt2", ep=2, etp=2, **FETCHED, expert_chunks=2, activations="full"),
 ]
 

@@ -124,6 +124,17 @@ CASES = [
     replace(SLICED, tp=2, sequence_parallel=True, moe="capacity, position", in_process=True),
     replace(SLICED, cp=2, moe="step", sequence=16, model="llama", ep=2, zero=3),
     replace(SLICED, cp=2, moe="sliced", sequence=16, schedule="terapipe", in_process=True),
+    replace(ALONE, moe="random", activations="experts again", dropout=0.2),
+    replace(ALONE, moe="capacity, score", activations="experts again", model="gemma", m=3),
+    replace(CONTEXT, ep=2, dispatch="all_gather", expert_chunks=2, moe="groups", layers=3,
+            activations="experts again"),
+    replace(DATA, etp=2, dispatch="fetch", moe="shared, gated", zero=3,
+            activations="experts again"),
+    replace(PIPELINE, dp=2, ep=2, moe="residual", schedule="zb_h1", zero=2,
+            activations="experts again"),
+    replace(TENSOR, dp=2, ep=4, dispatch="hierarchical", node=2, moe="pyramid, biased", m=3,
+            activations="experts again"),
+    replace(SLICED, moe="sliced", in_process=True, activations="experts again"),
     replace(ALONE, moe="groups", dtype="bf16", grouped=True),
     replace(ALONE, moe="capacity, score", dtype="fp32", grouped=True, activations="full"),
     replace(PIPELINE, dp=2, ep=2, schedule="zb_h1", dtype="fp32", grouped=True, masked=0.4),
@@ -234,7 +245,10 @@ def test_bitwise_where_schedules_and_recomputation_differ() -> None:
     kept = replace(ALONE, model="gpt2", moe="residual", m=3)
     cases = [
         *(split, replace(split, swap=True)),
-        *(replace(kept, activations=a) for a in ("keep", "full", "stage", "selective")),
+        *(
+            replace(kept, activations=a)
+            for a in ("keep", "full", "stage", "selective", "experts again")
+        ),
     ]
     one, other, *others = outcomes_of(cases)
     assert_bitwise(other, one)
@@ -249,7 +263,7 @@ def choices_made(world: World, case: Case) -> int:
     return chosen.call_count
 
 
-@pytest.mark.parametrize("activations", ["keep", "full", "stage", "selective"])
+@pytest.mark.parametrize("activations", ["keep", "full", "stage", "selective", "experts again"])
 def test_a_choice_is_made_once(activations: str) -> None:
     """In each layer, micro-batch and step, however often it is run."""
     case = replace(ALONE, activations=activations, layers=2, m=3)

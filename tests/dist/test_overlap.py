@@ -14,7 +14,7 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.checking import assert_same_bits
 from tests.parity.collective_recorder import recording
-from tests.parity.ranks import ACTIVATIONS, Case, configure, run_cases
+from tests.parity.ranks import OF_ALL_MODELS, Case, configure, run_cases
 
 LAYERS = 3
 Counts = dict[str, tuple[int, int]]
@@ -116,7 +116,7 @@ def cases(tp: int, sequence_parallel: bool) -> list[Case]:
             model=("gpt2", "llama", "mixed", "gelu")[i // 2 % 4],
             loss_chunk=0 if i % 4 < 2 else None,
         )
-        for i, policy in enumerate(ACTIVATIONS)
+        for i, policy in enumerate(OF_ALL_MODELS)
     ]
 
 

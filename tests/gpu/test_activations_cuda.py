@@ -11,7 +11,7 @@ from torch import Tensor
 from megapipe.layers.offload import HostMemory
 from megapipe.layers.recompute import Keeping, keep, recompute
 from megapipe.testing import run_world
-from tests.parity.ranks import ACTIVATIONS, Case, check_case, run_cases
+from tests.parity.ranks import OF_ALL_MODELS, Case, check_case, run_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ SIZE = 1 << 22
 def test_every_policy() -> None:
     cases = [
         Case(pp=2, m=4, schedule="zb_h1", in_process=True, model=model, activations=name)
-        for name in ACTIVATIONS
+        for name in OF_ALL_MODELS
         for model in ("gpt2", "llama")
     ]
     (outcomes,) = run_world(1, run_cases, cases, "cuda", timeout_s=300)

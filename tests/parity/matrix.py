@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tests.parity.cases import Case
-from tests.parity.named_settings import CONTEXTS, MOE
+from tests.parity.named_settings import CONTEXTS, MOE, OF_ALL_MODELS
 from tests.parity.pairs import Choice, Pairs
 
 SCHEDULES = (
@@ -84,7 +84,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "codec": ["none", "bf16", "int8"],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [
-        *("keep", "stage", "full, two together", "of each some"),
+        *("keep", "stage", "full, two together", "of each some", "experts again"),
         KEPT,
     ],
     "in_process": [False, True],
@@ -174,6 +174,7 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (c["scatter"] == "on" and not _are_messages_alike(c))
         or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
         or (c["moe"][0] is not None and not _can_have_experts(c))
+        or (c["moe"][0] is None and c["activations"] not in OF_ALL_MODELS)
         or not _can_be_dispatched(c)
         or not _can_be_split(c)
     )

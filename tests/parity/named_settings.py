@@ -220,7 +220,10 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
         "modules": ["norm", "mlp_activation"],
         "offload": ["norm", "attention"],
     },
+    "experts again": {"policy": "selective", "modules": ["norm", "experts"]},
 }
+OF_ALL_MODELS = [name for name in ACTIVATIONS if name != "experts again"]
+"""Those of layers without experts, too."""
 
 
 ADAPTED: dict[str, dict[str, Any]] = {

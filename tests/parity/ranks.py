@@ -21,6 +21,7 @@ from tests.parity.choices import recording
 from tests.parity.expected import expected as expected
 from tests.parity.held_models import HeldWeights
 from tests.parity.named_settings import ACTIVATIONS as ACTIVATIONS
+from tests.parity.named_settings import OF_ALL_MODELS as OF_ALL_MODELS
 from tests.parity.outcome import (
     Outcome,
     Parts,

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.parity import matrix, stale
 from tests.parity.cases import Case
+from tests.parity.named_settings import OF_ALL_MODELS
 from tests.parity.pairs import Pairs
 
 KEPT = matrix.KEPT
@@ -41,7 +42,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "dropout": [0.0, 0.2],
     "documents": [False, True],
     "masked": [0.0, 0.4],
-    "activations": matrix.DIMENSIONS["activations"],
+    "activations": [n for n in matrix.DIMENSIONS["activations"] if n in OF_ALL_MODELS],
     "loss_chunk": [None, 0, 5],
     "debug": [False, True],
     "scatter": ["off", "on"],

@@ -38,8 +38,8 @@ class Block(nn.Module):
 
     Four segments, each of which ends in a linear layer: norm and projection, attention and its
     output, norm and widening, activation and narrowing. A segment's input and what it saves are
-    kept for its backward as the block's policy says. Norms after them are outside of segments, and
-    so is a mixture of experts in the place of the MLP, which runs its activation again anyhow.
+    kept for its backward as the block's policy says. Norms after them are outside of segments. With
+    a mixture in the place of the MLP its experts are a segment.
     """
 
     mlp: MLP
@@ -86,6 +86,8 @@ class Block(nn.Module):
         self.of_norms = keeping(policy, "norm", host)
         self.of_attention = keeping(policy, "attention", host)
         self.of_activation = keeping(policy, "mlp_activation", host)
+        if self.mixture is not None:
+            self.mixture.of_experts = keeping(policy, "experts", host)
 
     def forward(
         self,

@@ -10,6 +10,7 @@ from megapipe.layers.experts import Experts
 from megapipe.layers.linear import ColumnParallelLinear, on_every_rank
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
+from megapipe.layers.recompute import Keeping, keep
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.mlp import MLP, activate
 from megapipe.model.gpt.moe import routing_of
@@ -36,6 +37,8 @@ class Mixture(nn.Module):
             layer_of(named, f"{name}.up"),
             layer_of(named, f"{name}.down"),
         )
+        self.of_experts: Keeping = keep
+        """How what the experts' backward needs is kept."""
         self.shared: MLP | None = None
         self.gate: ColumnParallelLinear | None = None
         if moe.shared is not None:
@@ -46,7 +49,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
         """With `graph_only` the output has no value."""
         graph_only = graph_only and self.gate is None  # whose gradient needs what it multiplies
-        y: Tensor = self.experts(x, mb, graph_only)
+        y = self.of_experts(self.experts, x, mb, graph_only=graph_only)
         if self.shared is None:
             return y
         z = self.shared(self.shared.up(x), graph_only)

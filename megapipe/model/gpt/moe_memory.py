@@ -37,14 +37,8 @@ def rows_of(routing: Routing, sizes: Sizes) -> int:
     return most_rows(routing, tokens_of(sizes), sequences, length, sizes.ep, sizes.etp)
 
 
-def mixture_saved(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[tuple[str, int]]:
-    """Storages of a layer from F to I, besides the input, with their bytes."""
-    yield from experts_saved(model, sizes, layer)
-    yield from _shared_saved(model, sizes)
-
-
 def experts_saved(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[tuple[str, int]]:
-    """Those of its experts alone."""
+    """Storages of a layer's experts from F to I, besides the input, with their bytes."""
     moe, size, routing = model.moe, DTYPE_BYTES[model.dtype], routing_of(model.moe, layer)
     tokens = tokens_of(sizes)
     choices, up = tokens * moe.top_k, 2 if model.gated else 1
@@ -63,7 +57,8 @@ def experts_saved(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[tupl
         yield "order of arrival", rows * PLACE
 
 
-def _shared_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]:
+def beside_experts_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str, int]]:
+    """Those of the MLP beside them, and of its gate."""
     moe, size, tokens = model.moe, DTYPE_BYTES[model.dtype], tokens_of(sizes)
     if moe.shared is None:
         return

@@ -113,7 +113,11 @@ def _run_again(
     for span in spans:
         own = layers[start : start + span.blocks]
         start += span.blocks
+        with_experts = list(filter(moe.has_experts, own))
         if "block" in span.policy.recompute:
-            repeated += filter(moe.has_experts, own)
+            repeated += with_experts
             without += graph_only and moe.has_experts(own[-1])
+        elif "experts" in span.policy.recompute:
+            repeated += with_experts
+            without += len(with_experts)
     return repeated, without

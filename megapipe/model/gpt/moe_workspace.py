@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from megapipe.model.gpt.moe import GATES
 from megapipe.model.gpt.moe_experts_workspace import ExpertsWorkspace
-from megapipe.model.gpt.moe_memory import mixture_saved, tokens_of
+from megapipe.model.gpt.moe_memory import beside_experts_saved, tokens_of
 from megapipe.model.gpt.saved import choices, share_gradient
 from megapipe.model.gpt.workspace_parts import Parts
 from megapipe.model.tape import Tape
 
 
 class MixtureWorkspace:
-    """Tensors that the half makes and frees on a tape. No part of it is run again or put away by
-    itself."""
+    """Tensors that the half makes and frees on a tape. Of its parts experts alone may be run
+    `again` by themselves; none is put away."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         self.parts = parts
         self.experts = ExpertsWorkspace(parts, layer)
         model, sizes = parts.model, parts.sizes
-        self.kept = sum(size for _, size in mixture_saved(model, sizes, layer))
+        self.beside = sum(size for _, size in beside_experts_saved(model, sizes))
+        """The part that is kept of the MLP beside the experts."""
         self.choice = sum(tensor.bytes for tensor in choices(model, sizes, [layer]))
-        """Of what is kept, the choice, which a second run takes over."""
+        """The choice, which is kept for a second run and taken over by it."""
         self.gates = GATES[model.moe.shared_gate]
         self.gate = tokens_of(sizes) * self.gates * parts.size
         shared = model.moe.shared or 0
@@ -38,13 +39,15 @@ class MixtureWorkspace:
         product."""
         return self.inner > 0 and not self.gates
 
-    def forward(self, tape: Tape, *, keep: bool, has_value: bool, chosen: bool) -> None:
+    def forward(
+        self, tape: Tape, *, keep: bool, again: bool, has_value: bool, chosen: bool
+    ) -> None:
         """From the sum with attention's output to the block's output. Experts have been `chosen` in
         a first run, or their choice is kept for a second."""
         parts = self.parts
         parts.normalise(tape)
         tape.drop(self.choice if chosen else 0)
-        has_output = self._mix(tape, keep, has_value or self.gates > 0)
+        has_output = self._mix(tape, keep, again, has_value or self.gates > 0)
         parts.dropped(tape, keep, given=has_output)
         parts.post_norm(tape, keep)
         if not keep:
@@ -55,10 +58,10 @@ class MixtureWorkspace:
         if not keep or parts.model.parallel_residual:
             tape.drop(parts.local)  # the first sum
 
-    def _mix(self, tape: Tape, keep: bool, has_value: bool) -> bool:
+    def _mix(self, tape: Tape, keep: bool, again: bool, has_value: bool) -> bool:
         """Returns whether there is an output, which comes on top."""
         local, start = self.parts.local, tape.now
-        self.experts.forward(tape, keep=keep, has_value=has_value)
+        self.experts.forward(tape, keep=keep and not again, has_value=has_value)
         has_output = has_value or self.inner > 0
         if self.inner:
             whole = self.parts.whole if self.parts.split > 1 else 0
@@ -72,16 +75,19 @@ class MixtureWorkspace:
             tape.take(2 * self.gate)
             tape.take(self.gates * local)
             tape.take(local)
-        stays = self.kept if keep else self.choice
+        stays = self.choice if again or not keep else self.experts.saved
+        stays += keep * self.beside
         tape.drop(tape.now - start - stays - has_output * local)
         return has_output
 
-    def backward(self, tape: Tape, at_once: bool, *, puts_away: bool, grad_stays: bool) -> None:
+    def backward(
+        self, tape: Tape, at_once: bool, *, again: bool, puts_away: bool, grad_stays: bool
+    ) -> None:
         """From the gradient of the block's output to that of the sum, or only of the norm's input
         where attention takes the same; this is let go of where the stage `puts_away` its own."""
         parts, local = self.parts, self.parts.local
         parts.dropped_backward(tape)
-        self._mix_backward(tape, at_once)
+        self._mix_backward(tape, at_once, again)
         if at_once:
             tape.drop(local)  # its input
         if parts.own:
@@ -107,7 +113,7 @@ class MixtureWorkspace:
             assert tape.put_off is not None
             tape.put_off.frees += self.parts.local
 
-    def _mix_backward(self, tape: Tape, at_once: bool) -> None:
+    def _mix_backward(self, tape: Tape, at_once: bool, again: bool) -> None:
         """Leaves the gradient of the norm's output on top."""
         parts, local = self.parts, self.parts.local
         if self.gates:
@@ -126,6 +132,9 @@ class MixtureWorkspace:
             if self.gates:
                 tape.take(local)
                 tape.drop(2 * local)
+        if again:
+            tape.drop(self.choice)
+            self.experts.forward(tape, keep=True, has_value=False)
         self.experts.backward(tape, at_once)
         if self.gates == 2:
             tape.drop(local)

@@ -21,7 +21,12 @@ from megapipe.layers.lora_specs import Lora, Rows
 from megapipe.layers.policy import BlockPolicy, Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.lora import places
-from megapipe.model.gpt.moe_memory import COUNT, mixture_queued, mixture_saved
+from megapipe.model.gpt.moe_memory import (
+    COUNT,
+    beside_experts_saved,
+    experts_saved,
+    mixture_queued,
+)
 from megapipe.model.gpt.parameters import known
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.interface import Held, Sizes
@@ -119,8 +124,11 @@ def held_tensors(
             if is_held or (tensor.is_input if again else tensor.is_saved):
                 yield tensor, tensor.has_grad and tensor.module in policy.offload
             is_held = False
-        if policy.recompute and "attention" in policy.recompute:
+        if "attention" in policy.recompute:
             for tensor in results(saved, policy) * blocks:
+                yield tensor, False
+        if "experts" in policy.recompute:
+            for tensor in choices(model, sizes, range(first - blocks, first)):
                 yield tensor, False
 
 
@@ -398,13 +406,15 @@ def _activation(model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:
 def _of_mixture(tensors: Iterable[Saved]) -> Iterator[Saved]:
     """Tensors of the norm before a mixture of experts, which is not run again by itself."""
     for tensor in tensors:
-        yield tensor._replace(module="experts", is_input=False)
+        yield tensor._replace(module="mixture", is_input=False)
 
 
 def _mixture(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[Saved]:
-    for name, size in mixture_saved(model, sizes, layer):
+    for name, size in experts_saved(model, sizes, layer):
         yield Saved("experts", name, size)
-    yield from _residual_mask("experts", model, sizes)
+    for name, size in beside_experts_saved(model, sizes):
+        yield Saved("mixture", name, size)
+    yield from _residual_mask("mixture", model, sizes)
 
 
 def _residual_mask(module: str, model: ModelConfig, sizes: Sizes) -> Iterator[Saved]:

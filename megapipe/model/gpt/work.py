@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from megapipe.layers.policy import Span, padded_vocabulary
+from megapipe.layers.policy import BlockPolicy, Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import layer_flops
 from megapipe.model.gpt.parameters import known
@@ -28,6 +28,8 @@ class Once(NamedTuple):
     """The part of `layer` that attention computes between its projections."""
     back: int
     """Of the backward, what attention computes between its projections."""
+    experts: int
+    """FLOPs of experts that are run again by themselves: router and first product."""
     last: int
     """The part of `layer` of its last product, which recomputation of the layer leaves out; 0 if it
     does not."""
@@ -55,6 +57,7 @@ class Once(NamedTuple):
             layer=layer,
             scores=scores,
             back=5 * scores // 2 if causal else 2 * scores,
+            experts=_first_products(model, experts),
             last=0 if model.post_norms else 2 * model.hidden * _last_width(model, experts > 0),
             head=head,
         )
@@ -70,6 +73,12 @@ def _last_width(model: ModelConfig, experts: bool) -> int:
     return moe.top_k * known(moe.ffn) + (moe.shared or 0)
 
 
+def _first_products(model: ModelConfig, experts: int) -> int:
+    """FLOPs per token of the router of so many experts, and of their first product."""
+    wide = model.moe.top_k * known(model.moe.ffn) * (2 if model.gated else 1) if experts else 0
+    return 2 * model.hidden * (experts + wide)
+
+
 def part_costs(once: Once, repeated: Repeated | None) -> tuple[Fraction, Fraction]:
     """FLOPs per token, forward and backward, that a layer and the head add to a stage; the
     embedding adds none."""
@@ -81,9 +90,15 @@ def part_costs(once: Once, repeated: Repeated | None) -> tuple[Fraction, Fractio
         return layer + once.layer - kept, head + once.last + once.head
     if "block" in repeated.policy.recompute:
         layer += once.layer - kept - Fraction(once.last, repeated.span)
-    elif "attention" in repeated.policy.recompute:
-        layer += once.scores - kept
+    else:
+        layer += _modules_again(once, repeated.policy)
     return layer, head
+
+
+def _modules_again(once: Once, policy: BlockPolicy) -> int:
+    """FLOPs of the modules of a layer that are run again by themselves."""
+    attends = "attention" in policy.recompute and not policy.keeps_attention
+    return attends * once.scores + ("experts" in policy.recompute) * once.experts
 
 
 def stage_work(
@@ -110,8 +125,8 @@ def stage_work(
         found += kept
         if "block" in policy.recompute:
             repeated += sum(one.layer for one in here) - here[-1].last - kept
-        elif "attention" in policy.recompute:
-            repeated += sum(one.scores for one in here) - kept
+        else:
+            repeated += sum(_modules_again(one, policy) for one in here)
     head = once(0).head if stage.head else 0
     left_out = each[-1].last if each and not stage.head else 0
     return Work(

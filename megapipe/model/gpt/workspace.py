@@ -140,8 +140,10 @@ class _Way(Parts):
         tape.take(self.local)  # the sum
         tape.drop(self.local)
         if layer in self.mixtures:
-            mixture = self.mixtures[layer]
-            mixture.forward(tape, keep=keep, has_value=has_product, chosen=chosen)
+            rerun = "experts" in again
+            self.mixtures[layer].forward(
+                tape, keep=keep, again=rerun, has_value=has_product, chosen=chosen
+            )
         else:
             self._mlp(tape, keep, stays, away, has_product)
         holds_qkv = keep and "attention" not in away
@@ -308,8 +310,10 @@ class _Way(Parts):
         self.post_norm_backward(tape)
         parallel = self.model.parallel_residual
         if layer in self.mixtures:
-            away = policy.offloads_input
-            self.mixtures[layer].backward(tape, at_once, puts_away=away, grad_stays=grad_stays)
+            again, away = "experts" in policy.recompute, policy.offloads_input
+            self.mixtures[layer].backward(
+                tape, at_once, again=again, puts_away=away, grad_stays=grad_stays
+            )
         else:
             self._narrow_backward(tape, policy, at_once)
             self._widen_backward(

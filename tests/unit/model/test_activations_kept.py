@@ -34,12 +34,12 @@ from megapipe.model.partition import StageSpec
 from tests.parity import reference
 from tests.parity.chosen import evenly
 from tests.parity.live_storages import measure
-from tests.parity.ranks import ACTIVATIONS, Case, configure
+from tests.parity.ranks import OF_ALL_MODELS, Case, configure
 from tests.parity.stage_cases import main_grads, new_pipeline, new_stage
 
 LAYERS, ROWS, LENGTH = 3, 2, 8
 MIDDLE = StageSpec(embedding=False, layers=range(LAYERS), head=False)
-POLICIES = [name for name in ACTIVATIONS if name != "stage" and "attention kept" not in name]
+POLICIES = [name for name in OF_ALL_MODELS if name != "stage" and "attention kept" not in name]
 """Kept results of attention are those of attention by blocks, which is measured with cp in
 `tests/dist/test_activation_policies.py`."""
 
@@ -49,7 +49,7 @@ def model_of(kind: str, **fields: Any) -> ModelConfig:
 
 
 def spans_of(name: str, spec: StageSpec = MIDDLE) -> tuple[Span, ...]:
-    config, _ = configure(Case(activations=name))
+    config, _ = configure(Case(activations=name, moe="top 2"))
     return stage_spans(config.activations, [spec])[0]
 
 
@@ -208,6 +208,10 @@ MODELS = [
     ("bloom", {"kv_heads": 2}),
     ("gemma", {}),
 ]
+OF_EXPERTS = [
+    pytest.param(name, marks=() if name in ("keep", "full") else pytest.mark.full)
+    for name in (*POLICIES, "experts again")
+]
 WITH_EXPERTS = [
     ("gpt2", {"moe": "top 2"}),
     ("llama", {"moe": "shared, gated", "dropout": 0.1}),
@@ -233,10 +237,7 @@ def test_bytes_are_those_of_the_formula(kind: str, fields: dict[str, Any], name:
     assert not alive.after
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in ("keep", "full") else pytest.mark.full) for n in POLICIES],
-)
+@pytest.mark.parametrize("name", OF_EXPERTS)
 @pytest.mark.parametrize(("kind", "fields"), WITH_EXPERTS)
 def test_bytes_of_layers_with_experts(kind: str, fields: dict[str, Any], name: str) -> None:
     """Beside what they tell of their routing, which is a few numbers."""
@@ -290,10 +291,7 @@ def test_the_peak_within_an_operation_is_that_of_the_formula(
         assert getattr(formula, kind) == pytest.approx(measured, rel=0.005), kind
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in ("keep", "full") else pytest.mark.full) for n in POLICIES],
-)
+@pytest.mark.parametrize("name", OF_EXPERTS)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
