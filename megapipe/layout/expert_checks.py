@@ -62,13 +62,6 @@ def _check_ranks(config: Config, dp: int) -> None:
             f"optimizer.shard_size={size} does not divide the {copies} copies of experts that "
             f"parallel.ep={ep} x etp {etp} leaves: {choices('shard_size', copies, size)}"
         )
-    if optimizer.post_validation and (moe.bias_rate is not None or moe.balance_scope == "step"):
-        rate = moe.bias_rate
-        key = "balance_scope=step" if rate is None else f"bias_rate={rate:g}"
-        raise ConfigError(
-            f"model.moe.{key} goes by the choices of all ranks in the step before, and needs "
-            "optimizer.post_validation=false"
-        )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"model.moe.experts={text_of(moe.experts)} needs parallel.sequence_parallel=true "

@@ -11,15 +11,17 @@ bit, make the right one, and begin again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Key
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layout.layout import Layout
 from megapipe.train.feed import Counted, Rows
 from megapipe.train.totals import LARGEST, Totals, Wishes
 from megapipe.train.update import StepResult, Update
@@ -29,6 +31,8 @@ Fetch = Callable[[int, Rows], tuple[Mapping[Key, MicroBatch], Counted]]
 Asked = Callable[[], Wishes]
 OwnTotals = Callable[[Counted, Asked], Totals]
 """(tokens, wishes of this rank) -> this rank's totals of a step that has run."""
+Known = Sequence[tuple[Collection[int], Sequence[float]]]
+"""Layers, and what is told of their choices."""
 
 
 class _Taken(NamedTuple):
@@ -45,6 +49,25 @@ class _Taken(NamedTuple):
     rows: Rows
 
 
+class Shared(NamedTuple):
+    """Layers that pipeline ranks have in common."""
+
+    layers: Collection[int]
+    ranks: Axis
+
+
+def layers_here(mesh: ParallelMesh, layout: Layout) -> list[Shared]:
+    """The layers of this rank, by the ranks that have them. All ranks call it."""
+    placement, found = layout.schedule.placement, dict[tuple[int, ...], list[int]]()
+    for stage, spec in enumerate(layout.stage_layers):
+        found.setdefault(placement.holders(stage), []).extend(spec.layers)
+    return [
+        Shared(layers, mesh.holders_of(ranks) if len(ranks) > 1 else Axis.alone(mesh.rank))
+        for ranks, layers in found.items()
+        if mesh.at.pp in ranks
+    ]
+
+
 class PostValidation:
     """Takes steps whose updates are validated only after they are made."""
 
@@ -56,6 +79,7 @@ class PostValidation:
         upload_ahead: Callable[[int, Rows], None],
         own_totals: OwnTotals,
         unpack: Callable[[Tensor], Totals],
+        layers: Sequence[Shared],
     ) -> None:
         self._update = update
         self._mesh = mesh
@@ -63,6 +87,7 @@ class PostValidation:
         self._upload_ahead = upload_ahead
         self._own_totals = own_totals
         self._unpack = unpack
+        self._layers = layers
         self._taken: _Taken | None = None
         self.undone = 0
         """Updates so far that were undone, or not made before validation."""
@@ -84,7 +109,7 @@ class PostValidation:
         totals = self._mesh.start_ordered_sum(vector, "pp", largest=LARGEST)
         update = self._update
         self._taken = _Taken(step, totals, update.scaler.state(), update.made, executor, rows)
-        self._take(step, self._unpack(vector))
+        self._take(step, self._unpack(vector), self._known(vector))
         return result
 
     def _begin(self, executor: Executor, step: int, rows: Rows) -> Counted:
@@ -120,15 +145,26 @@ class PostValidation:
         """Forget the step that is open, of which nothing is to stay."""
         self._taken = None
 
-    def _take(self, step: int, totals: Totals) -> None:
-        """Update by what this pipeline rank and its replicas know, which is `totals`.
+    def _known(self, vector: Tensor) -> Known:
+        """The layers here, and what all who have them tell of their choices, from the packed totals
+        of this pipeline rank."""
+        return [
+            (layers, self._unpack(self._mesh.ordered_sum(vector, ranks, largest=LARGEST)).routing)
+            for layers, ranks in self._layers
+        ]
+
+    def _take(self, step: int, totals: Totals, known: Known) -> None:
+        """Update by what this pipeline rank and its replicas know, which is `totals`, and move what
+        goes by the choices of layers by what is `known` of those here.
 
         A partial norm is a lower bound: if it already exceeds the clip, so does the global norm.
         """
         update = self._update
         update.optimizer.keep()
+        update.routing.keep()
         if update.is_plain(totals):
             update.apply_plainly(step)
+            update.routing.move_ahead(known)
         else:
             update.optimizer.publish_shared()
 
@@ -144,6 +180,7 @@ class PostValidation:
         update.scaler.load(taken.scaler)
         doubted = update.fault(totals) is not None or update.rerun.due(step)
         if update.is_plain(totals) and not doubted:
+            update.routing.confirm(totals.routing)
             result = update.result(step, totals)
             update.scaler.load(after)
             update.judge.passed(totals)
@@ -151,5 +188,6 @@ class PostValidation:
         abort()
         self.undone += 1
         update.optimizer.undo()
+        update.routing.undo()
         update.made = taken.made
         return update.apply(step, totals, lambda: self._again(taken)), False

@@ -5,6 +5,9 @@ rate, towards as many choices as the mean of its layer (DeepSeek-V3, 2412.19437)
 over whole steps goes by the choices of the last one, as those of its own are not known yet. Both
 follow from the choices of the whole step, which are in its totals; so every rank has those of all
 layers alike and nothing is exchanged for it. A step without an update leaves both as they are.
+
+An update that is validated later (:mod:`megapipe.train.post_validation`) moves those of the layers
+here, whose choices are known ahead of the totals; the others follow with these.
 """
 
 from __future__ import annotations
@@ -52,19 +55,57 @@ class RoutingState:
         counted = experts if counts else {}
         self.counts = {n: torch.ones(e, dtype=torch.int64) for n, e in counted.items()}
         """By layer, [experts], on the host: choices of the last step; spread evenly at first."""
+        self._kept: list[Tensor] = []
+        """The same before an update that is not validated."""
 
     def move(self, told: Sequence[float]) -> None:
         """After the update of a step of which all ranks together have `told`."""
-        if not (self.biases or self.counts):
+        self._move(told, self._experts)
+        self._hand_out()
+
+    def move_ahead(self, known: Iterable[tuple[Collection[int], Sequence[float]]]) -> None:
+        """After an update that may be undone, with layers here and what is told of their choices by
+        all who have them."""
+        for layers, told in known:
+            self._move(told, layers)
+        self._hand_out()
+
+    def keep(self) -> None:
+        """Keep what there is for :meth:`undo` or :meth:`confirm`."""
+        self._kept = [values.clone() for _, values in self._named()]
+
+    def undo(self) -> None:
+        """Take back what has moved ahead."""
+        self._put_back()
+        self._hand_out()
+
+    def confirm(self, told: Sequence[float]) -> None:
+        """Move all layers by what all ranks together have `told` of the step of an update that
+        holds. The layers here have theirs already; forwards may have begun with it."""
+        self._put_back()
+        self._move(told, self._experts)
+
+    def _put_back(self) -> None:
+        for (_, values), kept in zip(self._named(), self._kept, strict=True):
+            values.copy_(kept)
+
+    def _move(self, told: Sequence[float], layers: Collection[int]) -> None:
+        if self.empty:
             return
         for layer, _, numbers in by_layer(self._experts, told):
+            if layer not in layers:
+                continue
             counts = torch.tensor(numbers, dtype=torch.int64)
             if self._rate is not None:
                 bias, missing = self.biases[layer], counts.sum() - counts * len(counts)
                 bias += self._rate * missing.sign().to(bias.dtype)
             if self.counts:
-                self.counts[layer] = counts
-        self._hand_out()
+                self.counts[layer].copy_(counts)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is kept from step to step."""
+        return not (self.biases or self.counts)
 
     @property
     def largest_bias(self) -> float | None:

@@ -53,7 +53,7 @@ from megapipe.train.kernels import agreed_kernels, make_sharding
 from megapipe.train.make_optimizer import make_optimizer
 from megapipe.train.messages import Messages, receive_ahead
 from megapipe.train.own_totals import own_loss, own_totals
-from megapipe.train.post_validation import PostValidation
+from megapipe.train.post_validation import PostValidation, layers_here
 from megapipe.train.routing_state import RoutingState
 from megapipe.train.streaming import Streaming, holders_of
 from megapipe.train.totals import LARGEST, Totals, Wishes
@@ -176,9 +176,9 @@ class TrainStep:
             release_initial(module.parameters())
         self.post_validation: PostValidation | None = None
         if config.optimizer.post_validation:
-            self.post_validation = PostValidation(
-                self.update, mesh, self.fetch, self._upload_ahead, self.own_totals, self._unpack
-            )
+            layers = [] if self.routing.empty else layers_here(mesh, layout)
+            given = self.fetch, self._upload_ahead, self.own_totals, self._unpack
+            self.post_validation = PostValidation(self.update, mesh, *given, layers)
 
     def _check_schedule(self) -> None:
         """Refuse a schedule of another number of ranks, stages or micro-batches."""

@@ -27,6 +27,7 @@ from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import Store
 from megapipe.testing import World, WorldError, run_world
 from megapipe.train.post_validation import PostValidation
+from megapipe.train.routing_state import RoutingState
 from megapipe.train.step import TrainStep
 from megapipe.train.update import StepResult
 from tests.parity import reference
@@ -105,6 +106,8 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
         for stage, module in step.modules.items()
         for name, parameter in module.named_parameters()
     }
+    for piece in step.routing.pieces():
+        outcome.bits[piece.name] = digest(piece.tensor)
     for own in step.optimizer.own_slices():
         for kind, values in own.values.items():
             outcome.bits[f"{kind} {own.spec.name} {own.spec.use}"] = digest(values)
@@ -172,7 +175,11 @@ EXPERTS = [
     replace(BASE, moe="top 2", ep=2, schedule="zb_h1", zero=2, dtype="fp32"),
     replace(BASE, moe="capacity, choice", etp=2, schedule="chimera", dtype="fp16", tied=False),
     replace(BASE, moe="pyramid", dp=1, m=8, tp=2, sequence_parallel=True, ep=2, dtype="fp16"),
+    replace(BASE, moe="step", schedule="zb_2p", ep=2, tied=False, dtype="bf16"),
+    replace(BASE, moe="step", schedule="chimera", dtype="fp32"),
+    replace(BASE, moe="groups", dp=1, m=8, tp=2, sequence_parallel=True, dtype="fp16"),
 ]
+"""Of the last three biases, and counts of choices, go from step to step."""
 
 
 def norm_to_clip(**like: Any) -> float:
@@ -324,18 +331,44 @@ def the_loss_scale_is_not_put_back() -> AbstractContextManager[Any]:
     return mock.patch.object(LossScaler, "load")
 
 
+def choices_move_nothing_ahead() -> AbstractContextManager[Any]:
+    return mock.patch.object(RoutingState, "move_ahead")
+
+
+def choices_are_not_taken_back() -> AbstractContextManager[Any]:
+    return mock.patch.object(RoutingState, "undo")
+
+
+def choices_that_hold_count_twice() -> AbstractContextManager[Any]:
+    return mock.patch.object(
+        RoutingState, "confirm", lambda self, told: self._move(told, self._experts)
+    )
+
+
+def choices_of_other_holders_are_left_out() -> AbstractContextManager[Any]:
+    def wrong(self: PostValidation, vector: torch.Tensor) -> Any:
+        return [(shared.layers, self._unpack(vector).routing) for shared in self._layers]
+
+    return mock.patch.object(PostValidation, "_known", wrong)
+
+
 FAULTS = [
     states_are_forgotten,
     weights_are_forgotten,
     updates_are_counted_twice,
     the_loss_scale_is_not_put_back,
 ]
+OF_CHOICES = [
+    choices_move_nothing_ahead,
+    choices_are_not_taken_back,
+    choices_that_hold_count_twice,
+]
 
 
-def faulty(world: World, this: Run) -> tuple[Outcome, dict[str, Outcome]]:
+def faulty(world: World, this: Run, faults: Sequence[Any]) -> tuple[Outcome, dict[str, Outcome]]:
     """The run that waits, and by fault, the one that does not."""
     after = {}
-    for fault in (nullcontext, *FAULTS):
+    for fault in (nullcontext, *faults):
         with fault():
             after[fault.__name__] = trained(world, this, trust=True)
     return trained(world, this, trust=False), after
@@ -355,15 +388,28 @@ def fault_case(norms: dict[bool, float]) -> Run:
     return Run(case, norms[True], {(1, 1): math.inf}, {"loss_scale_window": 2})
 
 
-@pytest.mark.full
-def test_faults_are_noticed(norms: dict[bool, float]) -> None:
-    this = fault_case(norms)
-    ranks = run_world(2, faulty, this)
+def check_faults(this: Run, faults: Sequence[Any]) -> None:
+    ranks = run_world(2, faulty, this, faults)
     for before, after in ranks:
         assert_alike(this, before, after["nullcontext"])
-    for fault in FAULTS:
+    for fault in faults:
         found = [is_alike(this, before, after[fault.__name__]) for before, after in ranks]
         assert not all(found), fault.__name__
+
+
+@pytest.mark.full
+def test_faults_are_noticed(norms: dict[bool, float]) -> None:
+    check_faults(fault_case(norms), FAULTS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("schedule", "faults"),
+    [("zb_h1", OF_CHOICES), ("chimera", [choices_of_other_holders_are_left_out])],
+)
+def test_faults_of_what_goes_by_choices_are_noticed(schedule: str, faults: list[Any]) -> None:
+    case = replace(BASE, dp=1, m=8, schedule=schedule, dtype="fp32", moe="step")
+    check_faults(Run(case, norm_to_clip(moe="step")), faults)
 
 
 def with_its_prefix(world: World, this: Run) -> Outcome:

@@ -206,8 +206,7 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
         return False
     split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
     other = c["lora"] or c["scatter"] == "on"
-    other = other or (c["post_validation"] and _remembers(c))
-    return not split and not other
+    return not (split or other)
 
 
 def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
@@ -220,11 +219,6 @@ def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     experts = MOE[moe]["experts"]
     fewest = min(experts) if isinstance(experts, list) else experts
     return chunks <= fewest // ep and (node is None or node < ep * etp)
-
-
-def _remembers(c: Mapping[str, Any]) -> bool:
-    """Whether routing goes by the choices of the step before."""
-    return not {"bias_rate", "balance_scope"}.isdisjoint(MOE[c["moe"][0]])
 
 
 def _can_be_undone(c: Mapping[str, Any]) -> bool:

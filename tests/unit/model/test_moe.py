@@ -214,16 +214,6 @@ def test_they_are_stored_and_read_back(experts: str) -> None:
         ),
         ("model.moe.experts=4 lora.rank=2", "lora.rank=2: GPT with model.moe.experts has no"),
         (
-            ("model.moe.experts=4 model.moe.bias_rate=0.001 optimizer.post_validation=true "
-            "parallel.pp=2"),
-            "model.moe.bias_rate=0.001 goes by the choices of all ranks in the step before, and",
-        ),
-        (
-            ("model.moe.experts=4 model.moe.balance_scope=step optimizer.post_validation=true "
-            "parallel.pp=2"),
-            "model.moe.balance_scope=step goes by the choices of all ranks in the step before, and",
-        ),
-        (
             "model.moe.experts=4 model.moe.top_k=3 model.moe.second=random",
             "model.moe.second=random needs model.moe.top_k=2, not 3: expected always, or that",
         ),
