@@ -24,7 +24,16 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import Row
 from megapipe.model.gpt.hf.weights import Entry
-from megapipe.model.gpt.lora import HEADS, QKV, adapter_name, places, with_adapters
+from megapipe.model.gpt.lora import (
+    HEADS,
+    MLP,
+    QKV,
+    adapter_name,
+    module_of,
+    places,
+    targets_in,
+    with_adapters,
+)
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
 
@@ -56,22 +65,26 @@ class Adapters:
 
     def factors(self, layer: int, target: str) -> tuple[Tensor, Tensor]:
         """The matrices A [rank, in] and B [out, rank]."""
-        name = f"model/{adapter_name(layer, target)}"
+        name = f"model/{adapter_name(self.model, layer, target)}"
         return self.checkpoint.read(f"{name}.lora_a"), self.checkpoint.read(f"{name}.lora_b")
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """The parameter `name`, `weight`, with what adapters add to it, in fp32 or fp64."""
         if self.lora is None or not name.startswith("layers."):
             return weight
-        _, layer, module = name.split(".", 2)
-        found = places(self.model)
-        beside = [each for each in self.lora.targets if module == f"{found[each].layer}.weight"]
+        _, number, module = name.split(".", 2)
+        layer, found = int(number), places(self.model)
+        beside = [
+            each
+            for each in targets_in(self.model, self.lora, layer)
+            if module == f"{module_of(self.model, layer, found[each].layer)}.weight"
+        ]
         if not beside:
             return weight
         whole = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
         for target in beside:
             rows = found[target].rows
-            a, b = (factor.to(whole.dtype) for factor in self.factors(int(layer), target))
+            a, b = (factor.to(whole.dtype) for factor in self.factors(layer, target))
             matrix = whole.view(-1, whole.shape[-1])
             part = matrix.unflatten(0, rows.shape)[:, rows.start : rows.stop]
             part += (self.lora.scale * (b @ a)).view(part.shape)
@@ -93,7 +106,8 @@ def export_adapters(
     line.
 
     Raises:
-        ConfigError: there are none; no class can express the model, or has such layers.
+        ConfigError: there are none; no class can express the model, or has such layers; peft would
+            put them elsewhere.
         CheckpointError: damage; `output` exists.
     """
     stored = checkpoint.manifest.config
@@ -102,6 +116,12 @@ def export_adapters(
     if adapters.lora is None:
         raise ConfigError(f"{checkpoint.path} has no adapters (lora.rank is null)")
     row = row_of(model, model_type)
+    of_mlp = [target for target in adapters.lora.targets if target.startswith(MLP)]
+    if row.has_experts and of_mlp:
+        raise ConfigError(
+            f"lora.targets has {of_mlp[0]}, a name that peft takes for experts of Hugging Face's "
+            f"{row.model_type} class: leave out --adapter for the merged weights"
+        )
     values = list(_of_peft(adapters, row))
     kept = next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == values[0][1].dtype)
     dtype = dtype or kept
@@ -118,7 +138,7 @@ def _of_peft(adapters: Adapters, row: Row) -> Iterator[tuple[str, Tensor]]:
     """All matrices by peft's names."""
     assert adapters.lora is not None
     for layer in range(adapters.model.layers):
-        for target in adapters.lora.targets:
+        for target in targets_in(adapters.model, adapters.lora, layer):
             a, b = adapters.factors(layer, target)
             for name, part in _layers(adapters.model, row, layer, target, b):
                 yield f"base_model.model.{name}.lora_A.weight", a
@@ -130,7 +150,9 @@ def _layers(
 ) -> Iterator[tuple[str, Tensor]]:
     """The class' layers that an adapter is beside, with the B of each [out, rank]."""
     place = places(model)[target]
-    names, arrangement, _ = row.counterpart(f"layers.{layer}.{place.layer}")
+    names, arrangement, _ = row.counterpart(
+        f"layers.{layer}.{module_of(model, layer, place.layer)}"
+    )
     if place.rows == ALL_ROWS:
         parts = Entry(target, tuple(b.shape), names, arrangement).way.split(b, model)
         if arrangement in ("transposed", "blocks"):  # which the class' weight is, but not its B

@@ -10,12 +10,12 @@ Each rank routes the positions that it has. Where experts are on several ranks, 
 to those of their experts, which keep them too; outputs, and in I gradients, come back likewise, in
 chunks of experts if so wanted (:mod:`megapipe.layers.dispatch`).
 ``W`` gets two grouped products and the router's; they add straight into the main gradients, expert
-by expert, and leave an expert without rows alone.
+by expert, and leave an expert without rows alone. Frozen experts leave nothing to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,7 @@ class Experts(nn.Module):
         """[experts], of each from this rank, where it counts."""
         far = None if near is None else route.distances(near, routing.experts, self.dtype)
         self.register_buffer("distance", far)
+        self.frozen = router.frozen
         self.router = new_parameter(sharding, router)
         self.bias: Tensor | None
         """[experts], of all of them, the same on every rank; what trains the model moves it."""
@@ -241,11 +242,16 @@ class _ExpertsFunction(Function):
             if not graph_only:
                 home.give(layer.narrow(of, chunk.ends, widened[-1], weight))
             del of  # fetched matrices, before more are
-        alone = dispatch.plan.alone
-        kept = (None, None) if alone else map(joined, zip(*arrived, strict=True))
+        kept: Iterable[Tensor | None] = None, None
+        if not dispatch.plan.alone:
+            kept = map(joined, zip(*arrived, strict=True))
+        rows_kept, weights_kept = kept
+        given = (None, None) if layer.frozen else (x, rows_kept)
         if mb.earlier is not None:
             counts = counts.data  # of a version of its own: later slices add theirs
-        ctx.save_for_backward(x, joined(widened), logits, choice, counts, *kept, *dispatch.tensors)
+        ctx.save_for_backward(
+            *given, weights_kept, joined(widened), logits, choice, counts, *dispatch.tensors
+        )
         ctx.plan, ctx.layer, ctx.unit = dispatch.plan, layer, mb.position_scale
         ctx.seen = partial(layer.seen, noise)
         if graph_only:
@@ -254,9 +260,9 @@ class _ExpertsFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, wide, logits, choice, counts, here, weight, *tensors = ctx.saved_tensors
+        x, here, weight, wide, logits, choice, counts, *tensors = ctx.saved_tensors
         layer: Experts = ctx.layer
-        dispatch, tokens = remade(ctx.plan, *tensors), x.detach().flatten(0, 1)
+        dispatch = remade(ctx.plan, *tensors)
         rows, plan = dispatch.rows, dispatch.plan
         queue, kernels = layer.sharding.queue, layer.sharding.kernels
         routing, ids = layer.routing, route.experts_of(choice)
@@ -271,22 +277,26 @@ class _ExpertsFunction(Function):
             inner, grad_wide, of_weight = layer.input_grads(
                 of, ends, grad_y, wide[part], weight[part]
             )
-            found.append((grad_y, inner, grad_wide))
+            if not layer.frozen:
+                found.append((grad_y, inner, grad_wide))
             of_x.give(kernels.experts(grad_wide, of.up.flatten(1, -2), ends))
             of_weights.give(of_weight)
             del of
-        grad_y, inner, grad_wide = map(joined, zip(*found, strict=True))
-        how = plan.ends, kernels.accumulate, layer.owners(plan.chunks)
-        down = layer.down, layer.down_bias, inner, grad_y, *how
-        queue.put(ExpertsTask(*down, weighted=weight))
-        here = rows.gather(tokens) if here is None else here
-        queue.put(ExpertsTask(layer.up, layer.up_bias, here, grad_wide, *how))
+        if not layer.frozen:
+            tokens = x.detach().flatten(0, 1)
+            grad_y, inner, grad_wide = map(joined, zip(*found, strict=True))
+            how = plan.ends, kernels.accumulate, layer.owners(plan.chunks)
+            down = layer.down, layer.down_bias, inner, grad_y, *how
+            queue.put(ExpertsTask(*down, weighted=weight))
+            here = rows.gather(tokens) if here is None else here
+            queue.put(ExpertsTask(layer.up, layer.up_bias, here, grad_wide, *how))
         grad_x = of_x.arrived()
         of_logits = route.logits_grad(
             rows.to_choices(of_weights.arrived()),
             *(logits, p, ids, counts, routing, ctx.unit, layer.distance),
         )
-        queue.put(RouterTask(layer.router, tokens, of_logits, ctx.seen))
+        if not layer.frozen:
+            queue.put(RouterTask(layer.router, tokens, of_logits, ctx.seen))
         total = rows.add_up(grad_x, layer.dtype)
         total += ctx.seen(of_logits @ layer.router.to(layer.dtype))
-        return total.to(x.dtype).view_as(x), None, None, None, None, None
+        return total.to(grad.dtype).view_as(grad), None, None, None, None, None

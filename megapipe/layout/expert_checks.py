@@ -62,6 +62,11 @@ def _check_ranks(config: Config, dp: int) -> None:
             f"optimizer.shard_size={size} does not divide the {copies} copies of experts that "
             f"parallel.ep={ep} x etp {etp} leaves: {choices('shard_size', copies, size)}"
         )
+    if config.lora.rank is not None and moe.bias_rate:
+        raise ConfigError(
+            f"model.moe.bias_rate={moe.bias_rate:g} moves biases of routers, which "
+            f"lora.rank={config.lora.rank} leaves as they are: expected 0, or null"
+        )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"model.moe.experts={text_of(moe.experts)} needs parallel.sequence_parallel=true "
@@ -81,6 +86,11 @@ def _check_upcycle(config: Config) -> None:
             raise ConfigError(
                 f"checkpoint.upcycle=true has no effect without {key}: expected false, or that"
             )
+    if config.lora.rank is not None:
+        raise ConfigError(
+            "checkpoint.upcycle=true begins with new routers, which lora.rank="
+            f"{config.lora.rank} leaves as they are: expected false, or lora.rank=null"
+        )
     if config.model.moe.shared is not None:
         raise ConfigError(
             f"checkpoint.upcycle=true: a dense model has no weights for model.moe.shared="

@@ -270,7 +270,7 @@ def make_buckets(
     holders too, unless the pipeline is `in_process`. With `linked` the first and the last stage
     have a bucket of tied parameters each, with a link between them. Buckets are in stage order,
     those of a stage in the order in which they are reduced, that of experts after them and then
-    that of what is frozen; the tied one comes last.
+    those of what is frozen; the tied one comes last.
     """
     groups = BucketGroups(mesh, policy)
 

@@ -25,7 +25,7 @@ def aligned(length: int, parts: int = 1) -> int:
     return -(-length // multiple) * multiple
 
 
-KINDS = ((False, False), (True, False), (False, True))
+KINDS = ((False, False), (True, False), (False, True), (True, True))
 """Parameters of a stage that are in buckets of their own: of experts or not, frozen or not."""
 
 
@@ -172,7 +172,7 @@ def _sized(parameters: Iterable[ParameterSpec], tp: int, ep: int, etp: int) -> I
 
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
     """Buckets of a process at pipeline index `rank`, in the order of stages and, within a stage, of
-    reduction, then that of experts and that of what is frozen; the tied one comes last."""
+    reduction, then that of experts and those of what is frozen; the tied one comes last."""
     placement = layout.schedule.placement
     least = chunk_length(config.optimizer.reduce_chunk_mib, main_bytes(layout.model.dtype))
 

@@ -59,6 +59,18 @@ FOUR = [
     replace(PIPELINE, pp=4, m=4, schedule="chimera", lora="some", model="neox"),
     replace(DATA, pp=2, zero=3, chunks=2, m=4, schedule="interleaved_1f1b", rule="muon"),
 ]
+EXPERTS = [
+    replace(DATA, ep=2, moe="shared, gated", model="llama", masked=0.3),
+    replace(DATA, ep=2, moe="top 1, capacity 1", lora="some", layers=4, zero=2),
+    replace(DATA, ep=2, moe="top 2", dispatch="fetch", expert_chunks=2, zero=3, model="llama"),
+    replace(PIPELINE, moe="capacity, choice", lora="heads together", schedule="zb_h1"),
+    replace(SPLIT, etp=2, moe="pyramid", lora="some", activations="experts again", zero=0),
+    replace(SPLIT, ep=2, moe="residual", dispatch="all_gather", activations="full", rule="lamb"),
+]
+OVER_FOUR = [
+    replace(SPLIT, dp=2, ep=4, moe="pyramid", lora="some", model="gemma", zero=3),
+    replace(PIPELINE, dp=2, ep=2, moe="shared, gated", schedule="chimera", m=4, rule="muon"),
+]
 
 
 def check(cases: list[Case]) -> None:
@@ -71,7 +83,9 @@ def check(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [TWO, pytest.param(FOUR, marks=pytest.mark.full)], ids=["two", "four"]
+    "cases",
+    [TWO, *(pytest.param(some, marks=pytest.mark.full) for some in (FOUR, EXPERTS, OVER_FOUR))],
+    ids=["two", "four", "experts", "experts over four"],
 )
 def test_every_layout_trains_the_same_adapters(cases: list[Case]) -> None:
     """Loss, every gradient, norm, weights and states; what is frozen stays to the bit."""
@@ -153,6 +167,8 @@ EXCHANGING = [
     replace(TENSOR, lora="heads together", activations="full", schedule="gpipe"),
     replace(SPLIT, lora="some", pp=2, in_process=True, schedule="zb_h1", activations="selective"),
     replace(SPLIT, lora="heads together", activations="stage"),
+    replace(SPLIT, lora="some", moe="pyramid", activations="selective"),
+    replace(SPLIT, lora="all", moe="top 2", activations="full"),
 ]
 
 

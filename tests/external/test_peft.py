@@ -18,6 +18,7 @@ from megapipe.config import Config, OptimizerConfig, TrainConfig
 from megapipe.convert import HuggingFaceFolder, export
 from megapipe.convert.adapters import export_adapters
 from megapipe.distributed.mesh import Grid
+from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 from megapipe.lora_config import LoraConfig
 from megapipe.optim.lr import learning_rate
@@ -27,7 +28,7 @@ from megapipe.train.step import TrainStep
 from tests.parity.compare import assert_grads_close, assert_scalar_close, assert_weights_close
 from tests.parity.converted import write_checkpoint
 from tests.parity.outcome import assemble, own_grads
-from tests.parity.reference import Batch, init_random, random_batch
+from tests.parity.reference import ADAPTER_SCALE, Batch, init_random, logits, random_batch
 from tests.unit.model.transformers_models import in_double, model_of
 
 peft = pytest.importorskip("peft")
@@ -86,9 +87,8 @@ def trained(world: World, case: str, folder: Path) -> dict[str, Any]:
 
 
 def transformers_model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager"
-    )
+    ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **ways)
 
 
 def loaded(folder: Path, adapter: Path, *, learn: bool = False) -> Any:
@@ -179,6 +179,50 @@ def compare(
         begin = loaded(tmp_path, tmp_path / "first")(input_ids=tokens).logits
     assert not torch.allclose(logits, begin)
     assert (logits - whole).abs().max() <= 1e-12 * logits.abs().max()
+
+
+def adapted_checkpoint(name: str, lora: LoraConfig, folder: Path) -> tuple[Config, Checkpoint, Any]:
+    """Of a model with experts, with all its parameters; ``folder/base`` is the model without."""
+    model = model_of(name).model_copy(update={"dtype": "fp64", "vocab_size": 64})
+    train = TrainConfig(sequence_length=LENGTH, global_batch=SAMPLES, microbatch=2)
+    config = resolve(Config(model=model, lora=lora, train=train), 1, 64)[0]
+    params = init_random(config.model, seed=5, lora=config.lora)
+    adapters = {each: params[each] for each in params if ".lora_" in each}
+    base = {each: params[each] for each in params if each not in adapters}
+    export(write_checkpoint(folder / "x", config.model, base), folder / "base", tokenizer="none")
+    return config, with_adapters_of(folder / "y", config, base, adapters), params
+
+
+@pytest.mark.parametrize("name", ["mixtral", "dots1"])
+def test_adapters_of_attention_beside_experts(name: str, tmp_path: Path) -> None:
+    """Peft's model has the logits of the merged weights, and those are the reference's."""
+    lora = LoraConfig(rank=2, alpha=2 * ADAPTER_SCALE, targets=["attention.q", "attention.out"])
+    config, checkpoint, params = adapted_checkpoint(name, lora, tmp_path)
+    export_adapters(checkpoint, tmp_path / "adapter")
+    tokens = random_batch(config.model, SAMPLES, LENGTH, seed=9)[0]
+    expected = logits(params, config.model, tokens)
+    with in_double(config.model), torch.no_grad():
+        adapted = loaded(tmp_path, tmp_path / "adapter")
+        assert len(adapters_of(adapted)) == 4 * config.model.layers
+        found = adapted(input_ids=tokens).logits
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_adapters_of_a_shared_mlp(tmp_path: Path) -> None:
+    """They are merged, and not written for peft, which takes the names of an MLP in a class with
+    experts for those of the experts."""
+    config, checkpoint, params = adapted_checkpoint(
+        "dots1", LoraConfig(rank=2, alpha=2 * ADAPTER_SCALE), tmp_path
+    )
+    assert any(".moe.shared." in each for each in names_of(checkpoint))
+    export(checkpoint, tmp_path / "merged", tokenizer="none")
+    tokens = random_batch(config.model, SAMPLES, LENGTH, seed=9)[0]
+    expected = logits(params, config.model, tokens)
+    with in_double(config.model), torch.no_grad():
+        found = transformers_model(tmp_path / "merged")(input_ids=tokens).logits
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+    with pytest.raises(ConfigError, match=r"has mlp.gate, .* dots1 class: leave out --adapter"):
+        export_adapters(checkpoint, tmp_path / "adapter")
 
 
 def names_of(checkpoint: Checkpoint) -> list[str]:

@@ -205,8 +205,14 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
     if left_over or copies % min(c["shard_size"] or copies, copies):
         return False
     split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
-    other = c["lora"] or c["scatter"] == "on"
-    return not (split or other)
+    frozen = c["lora"] is not None and not _can_be_adapted(c)
+    return not (split or frozen or c["scatter"] == "on")
+
+
+def _can_be_adapted(c: Mapping[str, Any]) -> bool:
+    """Whether routers keep nothing that moves, and there is an MLP for adapters of one."""
+    moe = MOE[c["moe"][0]]
+    return "bias_rate" not in moe and (c["lora"] != "some" or "shared" in moe)
 
 
 def _can_be_dispatched(c: Mapping[str, Any]) -> bool:

@@ -119,6 +119,7 @@ def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tupl
     if not model.tied_embeddings:
         out["head.weight"] = (v, h)
     if lora is not None and lora.rank is not None:
+        shared = model.moe.shared
         sizes = {  # outputs and inputs
             "attention.qkv": (qkv, h),
             "attention.q": (attended, h),
@@ -129,11 +130,21 @@ def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tupl
             "mlp.up": (f, h),
             "mlp.down": (h, f),
         }
+        beside = {  # of the MLP beside experts
+            "mlp.gate": (shared, h),
+            "mlp.up": (shared, h),
+            "mlp.down": (h, shared),
+        }
         for i in range(model.layers):
             for target in lora.targets:
-                outputs, inputs = sizes[target]
-                out[f"layers.{i}.{target}.lora_a"] = (lora.rank, inputs)
-                out[f"layers.{i}.{target}.lora_b"] = (outputs, lora.rank)
+                (outputs, inputs), name = sizes[target], target
+                if target in beside and has_experts(model, i):
+                    if shared is None:
+                        continue
+                    outputs, inputs = beside[target]
+                    name = f"moe.shared.{target.removeprefix('mlp.')}"
+                out[f"layers.{i}.{name}.lora_a"] = (lora.rank, inputs)
+                out[f"layers.{i}.{name}.lora_b"] = (outputs, lora.rank)
     return out
 
 

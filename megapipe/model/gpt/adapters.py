@@ -7,7 +7,7 @@ from torch import nn
 from megapipe.layers.lora import AdaptedLinear, AdapterSpec
 from megapipe.layers.lora_specs import Lora
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.lora import adapter_name, places
+from megapipe.model.gpt.lora import adapter_name, module_of, places, targets_in
 from megapipe.model.gpt.parameters import Named
 
 
@@ -16,10 +16,11 @@ def adapt(block: nn.Module, layer: int, named: Named, model: ModelConfig, lora: 
     parameters are in `named`."""
     specs: dict[str, list[AdapterSpec]] = {}
     found = places(model)
-    for target in lora.targets:
-        name, place = adapter_name(layer, target), found[target]
+    for target in targets_in(model, lora, layer):
+        name, place = adapter_name(model, layer, target), found[target]
         a, b = named[f"{name}.lora_a"], named[f"{name}.lora_b"]
-        specs.setdefault(place.layer, []).append(AdapterSpec(a, b, place.rows))
+        path = module_of(model, layer, place.layer).replace("moe.", "mixture.")
+        specs.setdefault(path, []).append(AdapterSpec(a, b, place.rows))
     for path, own in specs.items():
         parent, _, attribute = path.rpartition(".")
         module = block.get_submodule(parent)

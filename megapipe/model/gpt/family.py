@@ -5,10 +5,11 @@ Modules that only a plan or only a run needs are imported when they are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, get_args
 
 from megapipe.context.split import HeldPositions
@@ -51,28 +52,19 @@ if TYPE_CHECKING:
     from megapipe.model.gpt.stage import GPTStage
 
 
-LACKING_WITH_EXPERTS: tuple[Feature, ...] = ("lora",)
-"""Features that layers with experts do not have yet."""
-
-
 @dataclass(frozen=True)
 class GPT(Family):
-    """A decoder of resolved sizes; every feature is supported, but for some with experts."""
+    """A decoder of resolved sizes; every feature is supported."""
 
     model: ModelConfig
     conditions: Conditions
 
+    name = "GPT"
     ends = True
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        """In messages."""
-        return "GPT" if self.model.moe.experts is None else "GPT with model.moe.experts"
-
-    @property
     def supports(self) -> Collection[Feature]:
-        lacking = () if self.model.moe.experts is None else LACKING_WITH_EXPERTS
-        return [feature for feature in get_args(Feature) if feature not in lacking]
+        return get_args(Feature)
 
     @property
     def dtype(self) -> Dtype:
@@ -127,9 +119,11 @@ class GPT(Family):
         costs = [part_costs(once, repeated) for once in each]
         _, head = costs[-1]
         if self.conditions.lora is not None:  # no weight gradients but those of adapters
-            added = 3 * self._adapter_flops
             saved = [once.layer - once.scores for once in each]
-            layers = [cost - own + added for (cost, _), own in zip(costs, saved, strict=True)]
+            layers = [
+                cost - own + 3 * self._adapter_flops([layer])
+                for layer, ((cost, _), own) in enumerate(zip(costs, saved, strict=True))
+            ]
             return [Fraction(0), *layers, head - each[0].head]
         return [Fraction(0), *(layer for layer, _ in costs), head]
 
@@ -146,8 +140,9 @@ class GPT(Family):
         work = stage_work(once, stage, spans, again=again, chunked=chunked)
         if self.conditions.lora is None:
             return work
-        blocks = sum(span.blocks for span in spans if "block" in span.policy.recompute)
-        added, repeated = len(stage.layers) * self._adapter_flops, blocks * self._adapter_flops
+        added, layers = self._adapter_flops(stage.layers), iter(stage.layers)
+        own = [(span.policy, list(islice(layers, span.blocks))) for span in spans]
+        repeated = sum(self._adapter_flops(n) for policy, n in own if "block" in policy.recompute)
         head = self._once(0).head if stage.head and chunked else 0
         return Work(
             F=work.F + added,
@@ -156,9 +151,8 @@ class GPT(Family):
             R=work.R + again * added,
         )
 
-    @property
-    def _adapter_flops(self) -> int:
-        return adapter_flops(self.model, self.conditions.lora)
+    def _adapter_flops(self, layers: Iterable[int]) -> int:
+        return sum(adapter_flops(self.model, self.conditions.lora, layer) for layer in layers)
 
     def unit_of_work(self) -> int:
         return max(self._once(layer).layer for layer in range(self.layers))
@@ -176,7 +170,7 @@ class GPT(Family):
         if self.conditions.lora is None:
             return super().token_flops()
         scores = sum(self._once(layer).scores for layer in range(self.layers))
-        added = 3 * self.layers * self._adapter_flops
+        added = 3 * self._adapter_flops(range(self.layers))
         return 2 * self.forward_flops(self.whole) + scores + added
 
     def expert_flops(self, stage: StageSpec) -> int:

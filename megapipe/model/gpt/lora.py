@@ -17,19 +17,21 @@ from megapipe.model.gpt.parameters import block_parameters, known
 ALL = "all"
 QKV = "attention.qkv"
 HEADS = ("attention.q", "attention.k", "attention.v")
+MLP = "mlp."
 COLUMNS = (QKV, "mlp.up")
 """Layers whose rows are split over tp; the columns of the others are."""
 
 
 class Place(NamedTuple):
-    """Where an adapter is: rows of a linear layer."""
+    """Where an adapter is: rows of a linear layer. In layers with experts the MLP is the shared
+    one."""
 
     layer: str
     rows: Rows = ALL_ROWS
 
 
 def places(model: ModelConfig) -> dict[str, Place]:
-    """The targets in a block of a resolved model, in the order of the forward.
+    """The targets in the blocks of a resolved model, in the order of the forward.
 
     An adapter of the queries alone (keys, values, the gate) adds to their rows of the layer that
     computes all of them, so that it is what peft puts beside a layer of its own for them.
@@ -40,12 +42,35 @@ def places(model: ModelConfig) -> dict[str, Place]:
     found = {QKV: Place(QKV)}
     found |= {name: Place(QKV, Rows(groups, *cut)) for name, cut in zip(HEADS, cuts, strict=True)}
     found["attention.out"] = Place("attention.out")
+    if not any(_has_mlp(model, layer) for layer in range(model.layers)):
+        return found
     if model.gated:
         found["mlp.gate"] = Place("mlp.up", Rows((1, 2, -1), 0, 1))
         found["mlp.up"] = Place("mlp.up", Rows((1, 2, -1), 1, 2))
     else:
         found["mlp.up"] = Place("mlp.up")
     return found | {"mlp.down": Place("mlp.down")}
+
+
+def _has_mlp(model: ModelConfig, layer: int) -> bool:
+    return model.moe.shared is not None or not model.moe.has_experts(layer)
+
+
+def targets_in(model: ModelConfig, lora: Lora, layer: int) -> list[str]:
+    """Those of a layer, which may have experts and no MLP beside them."""
+    found = places(model)
+    return [
+        target
+        for target in lora.targets
+        if _has_mlp(model, layer) or not found[target].layer.startswith(MLP)
+    ]
+
+
+def module_of(model: ModelConfig, layer: int, name: str) -> str:
+    """A module of a layer, by its name in layers without experts."""
+    if model.moe.has_experts(layer) and name.startswith(MLP):
+        return f"moe.shared.{name.removeprefix(MLP)}"
+    return name
 
 
 def resolved_targets(model: ModelConfig, targets: Sequence[str]) -> list[str]:
@@ -86,9 +111,9 @@ def _has_heads_apart(model: ModelConfig) -> bool:
     return len(row.layer[QKV].names) > 1
 
 
-def adapter_name(layer: int, target: str) -> str:
+def adapter_name(model: ModelConfig, layer: int, target: str) -> str:
     """The beginning of the names of an adapter's matrices."""
-    return f"layers.{layer}.{target}"
+    return f"layers.{layer}.{module_of(model, layer, target)}"
 
 
 def with_adapters(
@@ -105,11 +130,11 @@ def with_adapters(
         number, _, module = rest.partition(".")
         if start != "layers" or not module.endswith(".weight"):
             continue
-        for target in lora.targets:
+        for target in targets_in(model, lora, int(number)):
             layer, rows = found[target]
-            if module == f"{layer}.weight":
+            if module == f"{module_of(model, int(number), layer)}.weight":
                 yield from adapter(
-                    adapter_name(int(number), target),
+                    adapter_name(model, int(number), target),
                     lora.rank,
                     spec.shape[-1],
                     rows.count(prod(spec.shape[:-1])),
@@ -117,9 +142,9 @@ def with_adapters(
                 )
 
 
-def adapter_flops(model: ModelConfig, lora: Lora | None) -> int:
-    """FLOPs per token of the forward of a block's adapters; I takes as many, and so does W."""
+def adapter_flops(model: ModelConfig, lora: Lora | None, layer: int) -> int:
+    """FLOPs per token of the forward of a layer's adapters; I takes as many, and so does W."""
     if lora is None:
         return 0
-    specs = with_adapters(model, block_parameters(model, 0), lora)
+    specs = with_adapters(model, block_parameters(model, layer), lora)
     return sum(2 * prod(spec.shape) for spec in specs if not spec.frozen)

@@ -64,10 +64,10 @@ def beside_experts_saved(model: ModelConfig, sizes: Sizes) -> Iterator[tuple[str
         return
     inner = sizes.sequence * sizes.rows * moe.shared // sizes.tp
     yield "up", inner * (2 if model.gated else 1) * size
-    yield "inner", inner * size
+    yield "output", inner * size
     if gates := GATES[moe.shared_gate]:
         yield "gate", tokens * gates * size
-        for name in ("output", "output of experts")[:gates]:
+        for name in ("output of the MLP", "output of experts")[:gates]:
             yield name, tokens * model.hidden * size
 
 

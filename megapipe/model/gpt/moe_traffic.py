@@ -96,7 +96,8 @@ def matrices_traffic(
     size, main = DTYPE_BYTES[model.dtype], main_bytes(model.dtype)
     yield exchange("all_gather", "F", layers + repeated, given.expert_chunks, size)
     yield exchange("all_gather", "I", layers, given.expert_chunks, size)
-    yield exchange("reduce_scatter", "W", layers, 1, main)
+    if given.lora is None:
+        yield exchange("reduce_scatter", "W", layers, 1, main)
 
 
 def _run_again(

@@ -20,7 +20,7 @@ from megapipe.dtypes import DTYPE_BYTES
 from megapipe.layers.lora_specs import Lora, Rows
 from megapipe.layers.policy import BlockPolicy, Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.lora import places
+from megapipe.model.gpt.lora import places, targets_in
 from megapipe.model.gpt.moe_memory import (
     COUNT,
     beside_experts_saved,
@@ -58,23 +58,35 @@ def saved_tensors(
     second = first._replace(is_shared=model.parallel_residual)
     after = tuple(_post_norm(model, sizes))
     attention, activation = _attention(model, sizes), _activation(model, sizes)
-    if layer is not None and model.moe.has_experts(layer):
-        mixture = (*_of_mixture([second, *rest]), *_mixture(model, sizes, layer))
-        return first, *rest, *attention, *after, *mixture, *after
+    mixed = layer is not None and model.moe.has_experts(layer)
+    if layer is not None and mixed:
+        activation = _mixture(model, sizes, layer, frozen=lora is not None)
     if lora is None:
-        return first, *rest, *attention, *after, second, *rest, *activation, *after
-    beside = partial(_beside_adapters, model, sizes, lora)
-    first_half = first, *beside("attention.qkv", rest), *beside("attention.out", attention)
-    second_half = second, *beside("mlp.up", rest), *beside("mlp.down", activation)
-    return *first_half, *after, *second_half, *after
+        parts = [first, *rest], [*attention], [second, *rest], [*activation]
+    else:
+        beside = partial(_beside_adapters, model, sizes, lora, layer)
+        parts = (
+            [first, *beside("attention.qkv", rest)],
+            [*beside("attention.out", attention)],
+            [second, *beside("mlp.up", rest)],
+            [*beside("mlp.down", activation)],
+        )
+    project, attend, widen, narrow = parts
+    widen = list(_of_mixture(widen)) if mixed else widen
+    return *project, *attend, *after, *widen, *narrow, *after
 
 
 def _beside_adapters(
-    model: ModelConfig, sizes: Sizes, lora: Lora, layer: str, tensors: Iterable[Saved]
+    model: ModelConfig,
+    sizes: Sizes,
+    lora: Lora,
+    layer: int | None,
+    linear: str,
+    tensors: Iterable[Saved],
 ) -> Iterator[Saved]:
     """Tensors saved up to a frozen linear layer: its input only where adapters or attention itself
     need it; and the adapters' narrow tensors."""
-    adapters = len(_parts_of(model, lora, layer))
+    adapters = len(_parts_of(model, lora, layer, linear))
     for tensor in tensors:
         module = tensor.module
         if tensor.name != "output" or module == "attention" or adapters:
@@ -84,10 +96,11 @@ def _beside_adapters(
         yield Saved(module, "adapter", narrow)
 
 
-def _parts_of(model: ModelConfig, lora: Lora, layer: str) -> list[Rows]:
+def _parts_of(model: ModelConfig, lora: Lora, layer: int | None, linear: str) -> list[Rows]:
     """The rows of a linear layer that adapters add to."""
-    found = (places(model)[target] for target in lora.targets)
-    return [place.rows for place in found if place.layer == layer]
+    targets = lora.targets if layer is None else targets_in(model, lora, layer)
+    found = (places(model)[target] for target in targets)
+    return [place.rows for place in found if place.layer == linear]
 
 
 def held_tensors(
@@ -221,31 +234,38 @@ def queued_bytes(
     gradient of each of the four linear layers. Two that write to one sum share its gradient.
     The block is that of `layer`, or one without experts."""
     w = Widths.of(model, sizes)
+    if lora is not None:
+        return DTYPE_BYTES[model.dtype] * _queued_beside_adapters(model, w, sizes, lora, layer)
     if layer is not None and model.moe.has_experts(layer):
         values = w.tokens * 2 * (w.queries + w.keys) + w.local_tokens * 2 * model.hidden
         beside = mixture_queued(model, sizes, layer, shared=share_gradient(model))
         return DTYPE_BYTES[model.dtype] * values + beside
-    if lora is not None:
-        return DTYPE_BYTES[model.dtype] * _queued_beside_adapters(model, w, lora)
     whole = (w.queries + 2 * w.keys) + w.queries + w.up + w.ffn
     hidden = 3 if share_gradient(model) else 4
     return DTYPE_BYTES[model.dtype] * (w.tokens * whole + w.local_tokens * hidden * model.hidden)
 
 
-def _queued_beside_adapters(model: ModelConfig, w: Widths, lora: Lora) -> int:
+def _queued_beside_adapters(
+    model: ModelConfig, w: Widths, sizes: Sizes, lora: Lora, layer: int | None
+) -> int:
     """Values that wait for the weight gradients of a block's adapters: inputs of the layers that
     have some, gradients of the rows that they add to, and two narrow tensors of each."""
-    hidden = w.local_tokens * model.hidden
-    values = 2 * w.local_tokens * lora.rank * len(lora.targets)
-    for layer, out in (("attention.qkv", w.queries + 2 * w.keys), ("mlp.up", w.up)):
-        if parts := _parts_of(model, lora, layer):
+    hidden, ffn, up, gated = w.local_tokens * model.hidden, w.ffn, w.up, False
+    targets: Sequence[str] = lora.targets
+    if layer is not None and model.moe.has_experts(layer):
+        ffn, gated = (model.moe.shared or 0) // sizes.tp, model.moe.shared_gate != "none"
+        up, targets = ffn * (2 if model.gated else 1), targets_in(model, lora, layer)
+    values = 2 * w.local_tokens * lora.rank * len(targets)
+    for linear, out in (("attention.qkv", w.queries + 2 * w.keys), ("mlp.up", up)):
+        if parts := _parts_of(model, lora, layer, linear):
             values += hidden + w.tokens * sum(rows.count(out) for rows in parts)
     gradients = 0
-    for layer, width in (("attention.out", w.queries), ("mlp.down", w.ffn)):
-        if _parts_of(model, lora, layer):
+    for linear, width in (("attention.out", w.queries), ("mlp.down", ffn)):
+        if _parts_of(model, lora, layer, linear):
             values += w.tokens * width
             gradients += 1
-    return values + (min(gradients, 1) if share_gradient(model) else gradients) * hidden
+    together = share_gradient(model) and not gated
+    return values + (min(gradients, 1) if together else gradients) * hidden
 
 
 def share_gradient(model: ModelConfig) -> bool:
@@ -409,9 +429,11 @@ def _of_mixture(tensors: Iterable[Saved]) -> Iterator[Saved]:
         yield tensor._replace(module="mixture", is_input=False)
 
 
-def _mixture(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[Saved]:
+def _mixture(model: ModelConfig, sizes: Sizes, layer: int, *, frozen: bool) -> Iterator[Saved]:
+    """Of a mixture; `frozen` experts keep no rows for weight gradients."""
     for name, size in experts_saved(model, sizes, layer):
-        yield Saved("experts", name, size)
+        if not (frozen and name == "arrived"):
+            yield Saved("experts", name, size)
     for name, size in beside_experts_saved(model, sizes):
         yield Saved("mixture", name, size)
     yield from _residual_mask("mixture", model, sizes)

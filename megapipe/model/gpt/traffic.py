@@ -1,10 +1,11 @@
 """Tensor-parallel collectives of a GPT's stages (Shoeybi et al., 1909.08053; 2205.05198)."""
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 
 from megapipe.layers.policy import Span
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.lora import COLUMNS, places
+from megapipe.model.gpt.lora import COLUMNS, places, targets_in
 from megapipe.model.interface import Collective, Conditions
 from megapipe.model.partition import StageSpec
 
@@ -88,28 +89,37 @@ def adapter_collectives(
     """
     if given.lora is None:
         return {}
-    layers = [places(model)[target].layer for target in given.lora.targets]
-    columns = sum(layer in COLUMNS for layer in layers)
+    lora = given.lora
 
-    def rows(rerun: Collection[str] = ("attention", "mlp_activation")) -> int:
-        return layers.count("attention.out") * ("attention" in rerun) + layers.count("mlp.down") * (
-            "mlp_activation" in rerun
-        )
+    def adapted(layer: int) -> list[str]:
+        return [places(model)[target].layer for target in targets_in(model, lora, layer)]
 
-    blocks, row_runs = len(stage.layers), len(stage.layers) * rows()
-    column_runs = blocks * columns
-    if again:
-        row_runs, column_runs = 2 * row_runs, 2 * column_runs
+    def columns_in(layers: Iterable[int]) -> int:
+        return sum(name in COLUMNS for layer in layers for name in adapted(layer))
+
+    def rows_in(layers: Iterable[int], rerun: Collection[str] = ("block",)) -> int:
+        """Of the modules that are run again, or of whole blocks."""
+        found = 0
+        for layer in layers:
+            names, whole = adapted(layer), "block" in rerun
+            activates = "mlp_activation" in rerun and not model.moe.has_experts(layer)
+            found += names.count("attention.out") * (whole or "attention" in rerun)
+            found += names.count("mlp.down") * (whole or activates)
+        return found
+
+    columns, rows = columns_in(stage.layers), rows_in(stage.layers)
+    column_runs, row_runs = columns * (1 + again), rows * (1 + again)
+    layers = iter(stage.layers)
     for span in () if again else spans:
-        whole = "block" in span.policy.recompute
-        row_runs += span.blocks * (rows() if whole else rows(span.policy.recompute))
-        column_runs += span.blocks * columns * whole
+        own = list(itertools.islice(layers, span.blocks))
+        row_runs += rows_in(own, span.policy.recompute)
+        column_runs += columns_in(own) * ("block" in span.policy.recompute)
     if not given.sequence_parallel:
-        return {("all_reduce", "F"): row_runs, ("all_reduce", "I"): blocks * columns}
+        return {("all_reduce", "F"): row_runs, ("all_reduce", "I"): columns}
     return {
         ("all_gather", "F"): column_runs,
         ("reduce_scatter", "F"): row_runs,
-        ("all_gather", "I"): blocks * rows(),
-        ("reduce_scatter", "I"): blocks * columns,
-        ("all_gather", "W"): blocks * (columns + (0 if fused else rows())),
+        ("all_gather", "I"): rows,
+        ("reduce_scatter", "I"): columns,
+        ("all_gather", "W"): columns + (0 if fused else rows),
     }

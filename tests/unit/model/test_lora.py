@@ -130,6 +130,10 @@ def test_initial_values_are_peft_s_and_those_of_any_layout() -> None:
         ("llama", {"kv_heads": 2}, ["attention.q", "attention.v"]),
         ("neox", {}, ["attention.out", "mlp.down"]),
         ("gemma", {}, ["mlp.gate"]),
+        ("gpt2", {"moe": "top 2"}, ["all"]),
+        ("llama", {"moe": "shared, gated", "dropout": 0.1}, ["all"]),
+        ("llama", {"moe": "groups"}, ["attention.q", "mlp.down"]),
+        ("neox", {"moe": "pyramid"}, ["mlp.up"]),
     ],
 )
 def test_bytes_are_those_of_the_formula(
@@ -146,13 +150,16 @@ def test_bytes_are_those_of_the_formula(
     dtype = reference.COMPUTE_DTYPES[model.dtype]
     x = torch.ones(LENGTH, ROWS, model.hidden, dtype=dtype)
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    alive = measure(stage, x, MicroBatch(0, 0, 1, tokens, tokens, tokens, scale=1.0))
+    mb = MicroBatch(0, 0, 1, tokens, tokens, tokens, scale=1.0)
+    alive = measure(stage, x, mb)
+    told = [load.nbytes for load in mb.loads.values()]
     sizes = Sizes(LENGTH, ROWS)
     promised = list(held_tensors(model, spans, sizes, lora))
-    assert alive.device == sorted(tensor.bytes for tensor, in_host in promised if not in_host)
+    here = [tensor.bytes for tensor, in_host in promised if not in_host]
+    assert alive.device == sorted(here + told)
     assert alive.host == sorted(tensor.bytes for tensor, in_host in promised if in_host)
-    assert sum(alive.queued) == held(model, spans, sizes, lora).queued
-    assert not alive.after
+    assert sum(alive.queued) - sum(told) == held(model, spans, sizes, lora).queued
+    assert sorted(alive.after) == sorted(told)
 
 
 def test_memory_is_that_of_the_weights_and_little_more() -> None:

@@ -212,7 +212,18 @@ def test_they_are_stored_and_read_back(experts: str) -> None:
             "model.moe.experts=4 model.moe.ffn=9 parallel.etp=2",
             "model.moe.ffn=9 is not divisible by parallel.etp=2: expected a multiple",
         ),
-        ("model.moe.experts=4 lora.rank=2", "lora.rank=2: GPT with model.moe.experts has no"),
+        (
+            "model.moe.experts=4 lora.rank=2 model.moe.bias_rate=0.1",
+            "model.moe.bias_rate=0.1 moves biases of routers, which lora.rank=2 leaves as they",
+        ),
+        (
+            "model.moe.experts=4 lora.rank=2 lora.targets=[mlp.up]",
+            "a block has no linear layer mlp.up: expected all, or some of attention.qkv, ",
+        ),
+        (
+            ("model.moe.experts=4 lora.rank=2 checkpoint.load=x checkpoint.upcycle=true"),
+            "checkpoint.upcycle=true begins with new routers, which lora.rank=2 leaves as they",
+        ),
         (
             "model.moe.experts=4 model.moe.top_k=3 model.moe.second=random",
             "model.moe.second=random needs model.moe.top_k=2, not 3: expected always, or that",
