@@ -17,10 +17,10 @@ from megapipe.experts.shadow import Times, shadow
 from megapipe.experts.traffic import Sizes, copies, migration, most
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import speed
+from megapipe.layout.speeds import Speeds
 from megapipe.model.partition import StageSpec
 from megapipe.plan.buckets import process_buckets
 from megapipe.plan.memory import state_bytes
-from megapipe.plan.speeds import Speeds
 
 Policy = Callable[[ExpertMap, Counts, Sequence[int]], ExpertMap]
 """The present map, the rows of each rank for each expert, and their sums -> the next map."""

@@ -21,12 +21,12 @@ from megapipe.experts.pool import find_pool
 from megapipe.experts.pool_file import Pools, read_pools, write_pools
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.layout.speeds import known_speeds
 from megapipe.plan.demand import milliseconds, size_text
 from megapipe.plan.expert_commands.recorded import LOG, Choices, recorded
 from megapipe.plan.expert_commands.simulate import layer_of
 from megapipe.plan.expert_placement import Costs, Judged, judge, steps_between
 from megapipe.plan.listing import add_forms, print_list
-from megapipe.plan.speeds import known_speeds
 from megapipe.schedule.commands.arguments import count, none_or_more, write
 from megapipe.words import counted, table
 

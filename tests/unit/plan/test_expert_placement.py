@@ -16,9 +16,9 @@ from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool_file import read_pools, write_pools
 from megapipe.experts.traffic import Sent, Sizes, copies, migration, most
 from megapipe.layout.resolve import resolve
+from megapipe.layout.speeds import Speeds
 from megapipe.plan.expert_commands import main
 from megapipe.plan.expert_placement import Costs
-from megapipe.plan.speeds import Speeds
 
 ROOT = Path(__file__).parents[3]
 RUN = str(ROOT / "tests/unit/experts/recorded")
@@ -176,7 +176,7 @@ def test_bad_input(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megapipe.plan.speeds.local_device", lambda: None)
+    monkeypatch.setattr("megapipe.layout.speeds.local_device", lambda: None)
     first = {"1": [stored(EVEN, [[]] * 4)]}
     texts = {
         "cut": '{"layers": ',
