@@ -66,7 +66,8 @@ class Trip:
             self._begin()
         self._wait()
         self._wait = done
-        return self._codec.decoded(self._rows, self._dtype)
+        self._rows = self._codec.decoded(self._rows, self._dtype)
+        return self._rows
 
     def _begin(self) -> None:
         """Take the steps that are left up to a hop, which begins."""

@@ -14,7 +14,7 @@ from megapipe.words import either
 
 MOST_CHUNKS = 8
 BY_BYTES = ("all_to_all", "all_gather", "fetch")
-"""Forms of which dispatch=auto takes one, the first where they are equal."""
+"""Forms of which dispatch=auto takes one, the first where they are equal; without a codec."""
 
 
 def on_nodes(config: Config, ranks: int) -> Config:
@@ -34,11 +34,14 @@ def resolved_dispatch(config: Config, device: DeviceKind) -> ExpertsConfig:
     if experts.dispatch != "auto":
         return experts
     travels = config.model.moe.experts is not None and parallel.ep * parallel.etp > 1
-    forms = [*BY_BYTES] if travels else [*BY_BYTES[:1]]
-    if experts.codec != "none" and "fetch" in forms:
-        forms.remove("fetch")
+    forms = forms_of(config) if travels else BY_BYTES[:1]
     found = min(forms, key=lambda form: _bytes(config, form, device))
     return experts.model_copy(update={"dispatch": found})
+
+
+def forms_of(config: Config) -> tuple[str, ...]:
+    """Those that dispatch=auto takes one of; with a codec rows have to travel."""
+    return tuple(f for f in BY_BYTES if f != "fetch" or config.experts.codec == "none")
 
 
 def most_chunks(config: Config) -> int:

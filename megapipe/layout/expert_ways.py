@@ -22,7 +22,7 @@ from math import lcm
 from typing import Literal, NamedTuple
 
 from megapipe.config import Config
-from megapipe.layout.dispatch import BY_BYTES, with_dispatch
+from megapipe.layout.dispatch import forms_of, with_dispatch
 from megapipe.layout.layout import DeviceKind
 from megapipe.layout.links import in_nodes, processes
 from megapipe.model.interface import Collective
@@ -74,9 +74,10 @@ class _Sizes(NamedTuple):
 
 
 def ways(config: Config, device: DeviceKind, layer: int) -> dict[str, Way]:
-    """All ways of a layer whose experts are split over several ranks, by name."""
+    """All ways of a layer whose experts are split over several ranks, by name; with a codec those
+    of rows alone."""
     ranks, beside = config.parallel.ep * config.parallel.etp, _beside(config)
-    sizes = {form: _sizes(config, device, layer, form) for form in BY_BYTES}
+    sizes = {form: _sizes(config, device, layer, form) for form in forms_of(config)}
     found = {form: _one_hop(config, each, ranks, beside) for form, each in sizes.items()}
     node = config.experts.node if config.experts.dispatch == "hierarchical" else None
     if node is None and ranks > beside > 1 and ranks % beside == 0:

@@ -27,7 +27,9 @@ def sizes_of(config: Config, device: DeviceKind, split: Split, sequence: int, ro
         cp=parallel.cp,
         ep=rowed[0],
         etp=rowed[1],
-        dispatch=Dispatched(experts.dispatch, experts.node, experts.number_of_chunks, fetched),
+        dispatch=Dispatched(
+            experts.dispatch, experts.node, experts.number_of_chunks, fetched, experts.codec
+        ),
         ulysses=split.ulysses,
     )
 

@@ -94,6 +94,8 @@ class Dispatched(NamedTuple):
     chunks: int = 1
     fetched: tuple[int, int] = (1, 1)
     """Ranks that experts are fetched from, where they travel instead of rows: ep, etp."""
+    codec: str = "none"
+    """Of rows on their way."""
 
 
 class Sizes(NamedTuple):

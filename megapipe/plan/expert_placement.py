@@ -15,6 +15,7 @@ from megapipe.experts.pool import Trace, largest_load, migrate
 from megapipe.experts.rows import Counts, evenly, loads
 from megapipe.experts.shadow import Times, shadow
 from megapipe.experts.traffic import Sizes, copies, migration, most
+from megapipe.layers.moe_specs import wire_bytes
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import speed
 from megapipe.layout.speeds import Speeds
@@ -70,9 +71,10 @@ class Costs(NamedTuple):
         sizes = Sizes(numel * size, numel * main, -(-numel * state_bytes(config, layout) // owners))
         flops = layout.model.expert_flops(spec) / model.moe.top_k / layout.etp
         rate = 1e9 * speed(config, layout.expert_ranks)
+        row = wire_bytes(config.experts.codec, model.hidden, size)
         times = Times(
             row=flops / (speeds.tflops * 1e12 * speeds.efficiency) / layout.copies_of_experts,
-            trip=(model.hidden * size + main / 2) / rate / layout.copies_of_experts,
+            trip=(row + main / 2) / rate / layout.copies_of_experts,
             shadow=(layout.ep - 1) * (sizes.weights + sizes.gradients) / rate,
         )
         return cls(sizes, times, rate, _node(config, layout))

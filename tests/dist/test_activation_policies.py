@@ -299,10 +299,31 @@ def test_peaks_within_operations_of_experts() -> None:
     check_peaks(given, measure_evenly_within)
 
 
+def test_peaks_within_operations_of_experts_whose_rows_are_coded() -> None:
+    base = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True)
+    several, parts = replace(base, ep=2, dtype="fp32"), replace(base, etp=2, dtype="bf16")
+    given = [
+        replace(case, codec=codec, activations=name, model=model, moe=moe)
+        for case, codec, name, model, moe in (
+            (several, "int8", "keep", "llama", "top 2"),
+            (several, "bf16", "keep", "gpt2", "groups"),
+            (replace(several, expert_chunks=2), "int8", "experts again", "gpt2", "top 2"),
+            (replace(several, dispatch="all_gather"), "int8", "keep", "llama", "top 2"),
+            (replace(several, dispatch="all_gather"), "bf16", "full", "gpt2", "top 2"),
+            (parts, "int8", "keep", "gpt2", "top 2"),
+            (replace(parts, expert_chunks=3, dtype="fp32"), "bf16", "full", "llama", "top 2"),
+            (replace(base, ep=2), "int8", "keep", "llama", "top 2"),
+        )
+    ]
+    check_peaks(given, measure_evenly_within)
+
+
 def test_peaks_within_operations_of_experts_in_two_hops() -> None:
     base = Case(tp=4, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True, ep=4)
     hops = replace(base, moe="top 2", dispatch="hierarchical", node=2)
-    check_peaks([hops, replace(hops, ep=2, etp=2, expert_chunks=2)], measure_evenly_within, 4)
+    coded = replace(hops, dtype="fp32", codec="int8")
+    given = [hops, replace(hops, ep=2, etp=2, expert_chunks=2), coded, replace(coded, codec="bf16")]
+    check_peaks(given, measure_evenly_within, 4)
 
 
 Within = Callable[[World, list[Case]], list[dict[str, int]]]

@@ -76,7 +76,10 @@ def test_rows_are_coded_as_by_the_reference_in_more_layouts(world: int) -> None:
 
 NARROW = [
     [replace(DATA, dtype="fp32"), replace(DATA, dtype="fp32", **GATHERED)],
-    [replace(CONTEXT, dtype="bf16"), replace(CONTEXT, dtype="bf16", activations="keep")],
+    [
+        replace(CONTEXT, dtype="bf16", activations=name)
+        for name in ("full", "keep", "experts again")
+    ],
     [
         replace(FOLDED, dtype="bf16"),
         *(replace(FOLDED, dtype="bf16", **other) for other in (GATHERED, TWO_HOPS)),

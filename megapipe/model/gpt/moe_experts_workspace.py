@@ -12,7 +12,7 @@ from math import prod
 
 from megapipe.layers.expert_chunks import edges
 from megapipe.model.gpt.moe import mixture_parameters, routing_of
-from megapipe.model.gpt.moe_journeys import Chunk, Ways
+from megapipe.model.gpt.moe_journeys import Chunk, Row, Ways
 from megapipe.model.gpt.moe_memory import (
     PLACE,
     experts_queued,
@@ -37,7 +37,9 @@ class ExpertsWorkspace:
         self.row, self.weight = model.hidden * size, high
         self.narrow = size < high
         """Whether logits, weights and sums over choices are in a wider type."""
-        tokens = tokens_of(sizes)
+        self.on_its_way = Row.of(sizes.dispatch.codec, model.hidden, size)
+        self.weight_on_its_way = Row.of("none", 1, high)
+        self.tokens = tokens = tokens_of(sizes)
         self.choices = tokens * model.moe.top_k
         self.wide_tokens = tokens * model.hidden * high
         """Hidden states of all tokens in that type."""
@@ -60,7 +62,8 @@ class ExpertsWorkspace:
 
     def _ways(self, rows: int) -> Ways:
         sizes = self.parts.sizes
-        form, _, number, (fetched, parts) = sizes.dispatch
+        dispatch = sizes.dispatch
+        fetched, parts = dispatch.fetched
         of_each = self.routing.experts // (sizes.ep * fetched)
         own = min(rows, self.choices * sizes.etp)
         matrices = sum(self.numel.values()) * self.parts.size if fetched * parts > 1 else 0
@@ -71,14 +74,14 @@ class ExpertsWorkspace:
                 here=rows * last // of_each - rows * first // of_each,
                 matrices=matrices * (last - first) // of_each,
             )
-            for first, last in pairwise(edges(of_each, number))
+            for first, last in pairwise(edges(of_each, dispatch.chunks))
         ]
         return Ways(
             chunks,
             etp=sizes.etp,
             ranks=sizes.ep * sizes.etp,
-            gathers=form == "all_gather",
-            two_hops=form == "hierarchical",
+            gathers=dispatch.form == "all_gather",
+            two_hops=dispatch.form == "hierarchical",
             joins=parts > 1,
         )
 
@@ -90,9 +93,9 @@ class ExpertsWorkspace:
         tape.take(2 * self.logits)  # logits and scores
         tape.take(self.early, self.choices * self.weight)
         journey = self.ways.journey(tape)
-        home = journey.home(row, self._summed(row))
-        x = journey.rows(row, local)
-        weights = journey.rows(self.weight, self.choices * self.weight)
+        home = journey.home(self.on_its_way, self._summed(row))
+        x = journey.rows(self.on_its_way, self.tokens)
+        weights = journey.rows(self.weight_on_its_way, self.choices)
         for chunk in journey.in_turn(x, weights):
             tape.take(chunk.here * self.wide)
             if has_value:
@@ -134,8 +137,9 @@ class ExpertsWorkspace:
         if self.ways.ranks == 1:
             tape.take(self.choices * self.weight)
         journey = self.ways.journey(tape)
-        of_x, of_weights = (journey.home(each, self._summed(each)) for each in (row, self.weight))
-        for chunk in journey.in_turn(journey.rows(row, local)):
+        of_x = journey.home(self.on_its_way, self._summed(row))
+        of_weights = journey.home(self.weight_on_its_way, self._summed(self.weight))
+        for chunk in journey.in_turn(journey.rows(self.on_its_way, self.tokens)):
             inner = chunk.here * self.inner
             tape.take(inner)  # the activation
             wider = inner * self.weight // self.parts.size if self.narrow else 0

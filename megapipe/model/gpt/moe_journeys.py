@@ -2,8 +2,9 @@
 
 As in :mod:`megapipe.layers.dispatch`, whose steps are taken here one by one: what travels is there
 until it has arrived, beside what arrives; on its arrival it is put into the order of experts, and
-results into that of the ranks that they go to. What is left when a layer is through, its function
-lets go of.
+results into that of the ranks that they go to. Before rows leave they are coded, if so wanted
+(:mod:`megapipe.layers.row_codec`), and decoded when they have come. What is left when a layer is
+through, its function lets go of.
 """
 
 from __future__ import annotations
@@ -13,8 +14,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from megapipe.layers.moe_specs import wire_bytes
 from megapipe.model.gpt.moe_memory import PLACE
 from megapipe.model.tape import Tape
+
+
+class Row(NamedTuple):
+    """Bytes of a row."""
+
+    plain: int
+    wire: int
+    """On its way."""
+    coding: int = 0
+    """Of what is made and let go of before it is coded."""
+    decoding: int = 0
+    is_coded: bool = False
+
+    @classmethod
+    def of(cls, codec: str, width: int, size: int) -> Row:
+        """Of so many values of `size` bytes each."""
+        wire = wire_bytes(codec, width, size)
+        if codec != "int8":
+            return cls(width * size, wire, is_coded=codec != "none")
+        wide, step = width * max(size, 4), 4
+        copy = wide if size < 4 else 0
+        return cls(width * size, wire, copy + 2 * wide + step, 2 * wide + step, is_coded=True)
 
 
 class Chunk(NamedTuple):
@@ -62,17 +86,26 @@ class _Coming(Protocol):
 
 class _Step(NamedTuple):
     rows: int
-    """Bytes afterwards."""
+    """Afterwards."""
     is_hop: bool
     """Otherwise a turn, into another order."""
 
 
 class _Trip:
-    """Rows on their way, which are `rows` bytes; 0 where others let go of them."""
+    """So many rows on their way, which have been taken. Whoever gives them lets go of them when the
+    first hop has begun, unless they are what is sent."""
 
-    def __init__(self, tape: Tape, rows: int, steps: Sequence[_Step]) -> None:
-        self._tape, self._rows, self._steps, self._sent = tape, rows, deque(steps), 0
+    def __init__(self, tape: Tape, row: Row, rows: int, steps: Sequence[_Step]) -> None:
+        self._tape, self._row, self._steps, self._sent = tape, row, deque(steps), 0
+        is_sent = steps[0].is_hop and not row.is_coded
+        self._rows, self._own = rows, rows * row.plain if is_sent else 0
+        if row.is_coded:
+            tape.pass_by(rows * row.coding)
+            self._own = rows * row.wire
+            tape.take(self._own)
         self._begin()
+        if not is_sent:
+            tape.drop(rows * row.plain)
 
     def go_on(self) -> None:
         if any(step.is_hop for step in self._steps):
@@ -83,20 +116,24 @@ class _Trip:
         while self._steps:
             self._begin()
         self._tape.drop(self._sent)
-        self._sent = 0
-        return self._rows
+        self._sent, come = 0, self._rows * self._row.plain
+        if self._row.is_coded:
+            self._tape.pass_by(self._rows * self._row.decoding)
+            self._tape.take(come)
+            self._tape.drop(self._own)
+        return come
 
     def _begin(self) -> None:
         self._tape.drop(self._sent)
         self._sent = 0
         while self._steps:
-            rows, is_hop = self._steps.popleft()
-            self._tape.take(rows)
+            self._rows, is_hop = self._steps.popleft()
+            before, self._own = self._own, self._rows * self._row.wire
+            self._tape.take(self._own)
             if is_hop:
-                self._sent, self._rows = self._rows, rows
+                self._sent = before
                 return
-            self._tape.drop(self._rows)
-            self._rows = rows
+            self._tape.drop(before)
 
 
 class Journey:
@@ -106,11 +143,12 @@ class Journey:
         self.ways, self.tape = ways, tape
         self._matrices = _Matrices(self)
 
-    def rows(self, row: int, tokens: int) -> _Coming:
-        """Values that go to the experts: `row` bytes of a row, or `tokens` of all tokens here."""
+    def rows(self, row: Row, own: int) -> _Coming:
+        """Values that go to the experts, those of each row; `own`: so many of them, of all tokens
+        or all choices here, are gathered where rows are not sent."""
         if self.ways.ranks == 1:
             return _Staying(self, row)
-        return _Gathered(self, row, tokens) if self.ways.gathers else _Travelling(self, row)
+        return _Gathered(self, row, own) if self.ways.gathers else _Travelling(self, row)
 
     def in_turn(self, *values: _Coming) -> Iterator[Chunk]:
         """Each chunk once it has come and the next is on its way."""
@@ -127,7 +165,7 @@ class Journey:
                 yield chunks[turn]
                 self.tape.drop(chunks[turn].matrices)
 
-    def home(self, row: int, summed: int) -> Homeward:
+    def home(self, row: Row, summed: int) -> Homeward:
         return Homeward(self, row, summed)
 
 
@@ -149,11 +187,11 @@ class _Matrices:
 
 
 class _Staying:
-    def __init__(self, journey: Journey, row: int) -> None:
+    def __init__(self, journey: Journey, row: Row) -> None:
         self._tape, self._ways, self._row = journey.tape, journey.ways, row
 
     def begin(self, number: int) -> None:
-        self._tape.take(self._ways.chunks[number].here * self._row)
+        self._tape.take(self._ways.chunks[number].here * self._row.plain)
 
     def go_on(self, number: int) -> None:
         """Nothing travels."""
@@ -163,23 +201,20 @@ class _Staying:
 
 
 class _Travelling:
-    def __init__(self, journey: Journey, row: int) -> None:
+    def __init__(self, journey: Journey, row: Row) -> None:
         self._tape, self._ways, self._row = journey.tape, journey.ways, row
         self._trips: dict[int, _Trip] = {}
 
     def begin(self, number: int) -> None:
-        tape, chunk = self._tape, self._ways.chunks[number]
-        own, here = chunk.own * self._row, chunk.here * self._row
-        tape.take(own // self._ways.etp)
-        if self._ways.etp > 1:
-            tape.take(own)
-            tape.drop(own // self._ways.etp)
-        if not self._ways.two_hops:
-            self._trips[number] = _Trip(tape, own, [_Step(here, True)])
-            return
-        steps = [_Step(own, False), _Step(here, True), _Step(here, False), _Step(here, True)]
-        self._trips[number] = _Trip(tape, 0, steps)
-        tape.drop(own)
+        tape, (_, own, here, _), etp = self._tape, self._ways.chunks[number], self._ways.etp
+        tape.take(own // etp * self._row.plain)
+        if etp > 1:
+            tape.take(own * self._row.plain)
+            tape.drop(own // etp * self._row.plain)
+        steps = [_Step(here, True)]
+        if self._ways.two_hops:
+            steps = [_Step(own, False), *steps, _Step(here, False), *steps]
+        self._trips[number] = _Trip(tape, self._row, own, steps)
 
     def go_on(self, number: int) -> None:
         self._trips[number].go_on()
@@ -191,27 +226,38 @@ class _Travelling:
 
 
 class _Gathered:
-    def __init__(self, journey: Journey, row: int, tokens: int) -> None:
+    def __init__(self, journey: Journey, row: Row, own: int) -> None:
         self._tape, self._ways, self._row = journey.tape, journey.ways, row
-        self._whole = journey.ways.ranks * tokens
+        self._own, self._whole = own, journey.ways.ranks * own
 
     def begin(self, number: int) -> None:
-        if number == 0:
-            self._tape.take(self._whole)
+        if number:
+            return
+        if self._row.is_coded:
+            self._tape.pass_by(self._own * self._row.coding)
+            self._tape.take(self._own * self._row.wire)
+        self._tape.take(self._whole * self._row.wire)
 
     def go_on(self, number: int) -> None:
         """There is one hop alone."""
 
     def take(self, number: int) -> None:
+        tape, row, coded = self._tape, self._row, 0
+        if row.is_coded and number == 0:
+            tape.drop(self._own * row.wire)
+            tape.pass_by(self._whole * row.decoding)
+            tape.take(self._whole * row.plain)
+            coded = self._whole * row.wire
         here = self._ways.chunks[number].here
-        self._tape.pass_by(here * PLACE, here * self._row)
-        self._tape.take(here * self._row)
+        tape.pass_by(here * PLACE, here * row.plain)
+        tape.take(here * row.plain)
+        tape.drop(coded)
 
 
 class Homeward:
-    """Results on their way to the tokens, of `row` bytes, and `summed` over the ranks of etp."""
+    """Results on their way to the tokens, which are `summed` bytes over the ranks of etp."""
 
-    def __init__(self, journey: Journey, row: int, summed: int) -> None:
+    def __init__(self, journey: Journey, row: Row, summed: int) -> None:
         self._tape, self._ways, self._row, self._summed = journey.tape, journey.ways, row, summed
         self._trips: list[_Trip] = []
 
@@ -221,20 +267,20 @@ class Homeward:
             trip.go_on()
         if self._ways.ranks == 1:
             return
-        here, own = chunk.here * self._row, chunk.own * self._row
-        self._tape.take(here)  # in the order of the ranks that they go to
+        _, own, here, _ = chunk
+        self._tape.take(here * self._row.plain)  # in the order of the ranks that they go to
         steps = [_Step(own, True)]
         if self._ways.two_hops:
             steps += [_Step(own, False), _Step(own, True), _Step(own, False)]
-        self._trips.append(_Trip(self._tape, here, steps))
-        self._tape.drop(here)
+        self._trips.append(_Trip(self._tape, self._row, here, steps))
+        self._tape.drop(here * self._row.plain)
 
     def arrived(self) -> None:
         ways, tape = self._ways, self._tape
         for trip, chunk in zip(self._trips, ways.chunks[: len(self._trips)], strict=True):
             trip.arrived()
             if ways.etp > 1:
-                wide = chunk.own * self._summed if self._summed > self._row else 0
+                wide = chunk.own * self._summed if self._summed > self._row.plain else 0
                 total = chunk.own // ways.etp * self._summed
                 tape.take(wide, total)
                 tape.take(total)

@@ -82,6 +82,14 @@ def test_all_gather_is_less_where_choices_are_more_than_ranks() -> None:
         assert (of("all_gather", *keys).within < of("all_to_all", *keys).within) == fewer
 
 
+def test_a_codec_is_for_ways_of_rows() -> None:
+    keys = ("model.dtype=fp32", "experts.codec=int8")
+    plain, coded = ways_of(keys[0]), ways_of(*keys)
+    assert coded.keys() == plain.keys() - {"fetch"}
+    for name, way in coded.items():
+        assert way.between < plain[name].between / 3
+
+
 @pytest.mark.parametrize(("sequences", "fewer"), [(1, False), (8, False), (16, True), (64, True)])
 def test_fetching_is_less_from_a_number_of_tokens_on(sequences: int, fewer: bool) -> None:
     """Row 7.15 (Janus), of the forward of a micro-batch: 2 T k h values of rows against

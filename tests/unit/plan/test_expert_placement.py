@@ -48,7 +48,8 @@ def formulas() -> dict[str, str]:
         (("parallel.dp=8",), {"copies": 2, "owners": 2}),
         (("parallel.dp=8", "optimizer.zero=0"), {"copies": 2, "owners": 1}),
         (("parallel.dp=8", "parallel.etp=2"), {"etp": 2}),
-        (("model.dtype=bf16",), {"e": 2, "s": 12}),
+        (("model.dtype=bf16",), {"e": 2, "s": 12, "r": 64 * 2}),
+        (("experts.codec=int8",), {"r": 64 + 4}),
         (("model.activation=gelu", "optimizer.rule=sgd", "optimizer.momentum=0"), {"q": 2, "s": 0}),
     ],
 )
@@ -58,7 +59,7 @@ def test_costs_are_those_of_the_formulas(keys: tuple[str, ...], given: dict[str,
     )
     found = Costs.of(config, layout, Speeds.of(config), 1)
     known: dict[str, Any] = dict(zip("qhfegsw", (3, 64, 32, 4, 4, 8, 4), strict=True))
-    known |= {"ep": 4, "etp": 1, "copies": 1, "owners": 1, "link": 4e9, "steps": 5}
+    known |= {"r": 64 * 4, "ep": 4, "etp": 1, "copies": 1, "owners": 1, "link": 4e9, "steps": 5}
     known |= {"flops": 1e12 * config.log.efficiency, **given}
     for name, text in formulas().items():
         known[name] = eval(text, {}, dict(known))
