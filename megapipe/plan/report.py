@@ -35,13 +35,18 @@ from megapipe.schedule.timing.simulate import Timeline
 def report(config: Config, layout: Layout) -> str:
     """The plan of a resolved configuration.
 
-    Raises :class:`ConfigError` if the size of the vocabulary is not known yet, and
-    :class:`ScheduleError` if the schedule cannot be executed.
+    Raises :class:`ConfigError` if the size of the vocabulary is not known yet or the stages hold
+    other layers than the model has, and :class:`ScheduleError` if the schedule cannot be executed.
     """
     if config.model.vocab_size is None:
         raise ConfigError(
             f"model.vocab_size: not known without data.tokenizer={config.data.tokenizer}: "
             "set it for a plan"
+        )
+    placed = [layer for spec in layout.stage_layers for layer in spec.layers]
+    if placed != list(range(layout.model.layers)):
+        raise ConfigError(
+            f"the stages hold layers {placed}, but the model has 0 to {layout.model.layers - 1}"
         )
     schedule = layout.schedule
     speeds = Speeds.of(config)
@@ -243,11 +248,6 @@ def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str
         for row in rows
     ]
     counts = [len(spec.layers) for spec in layout.stage_layers]
-    placed = [layer for spec in layout.stage_layers for layer in spec.layers]
-    if placed != list(range(model.layers)):
-        raise ConfigError(
-            f"the stages hold layers {placed}, but the model has 0 to {model.layers - 1}"
-        )
     return [
         *lines,
         f"layers add up: {'+'.join(map(str, counts))} = {sum(counts)} of {model.layers}",
