@@ -47,8 +47,29 @@ class ExpertsConfig(Section):
     nodes of `node` ranks each; only their ratios matter. The balance term then steers more tokens
     to experts that are near (TA-MoE, Chen et al., 2302.09915), so it CHANGES RESULTS, and makes
     them depend on which rank a sequence is on. Default: all experts count alike."""
+    policy: Literal["none", "shadow", "balance"] = "none"
+    """Which ranks get copies of experts that others own, by the choices of the last step: their
+    rows then travel less. shadow: all ranks get those of the experts with most rows, as many as are
+    worth the time of copies, by the speeds that plans assume (FasterMoE, He et al., 2022). balance:
+    the ranks get them by which the largest number of rows on a rank gets smallest (FlexMoE, Nie et
+    al., 2304.03946)."""
+    slots: int = Field(0, ge=0)
+    """Copies that a rank has room for in each layer, for a `policy`. Each is the weights of an
+    expert, which come after each update, and its gradients, which go home once a step."""
+    replan: int = Field(10, ge=1)
+    """Steps from one choice of copies by the `policy` to the next. More copies of a moment ago fit
+    less well; to choose takes time on the host."""
 
     @property
     def number_of_chunks(self) -> int:
         """`chunks`; 1 where it is not resolved yet."""
         return 1 if self.chunks == "auto" else self.chunks
+
+    @property
+    def moves(self) -> bool:
+        """Whether the ranks that have an expert may change."""
+        return self.policy != "none"
+
+
+OF_MAPS = ("policy", "slots", "replan")
+"""Keys about which ranks have which experts."""

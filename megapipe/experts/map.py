@@ -94,6 +94,10 @@ class ExpertMap:
     def ranks(self) -> int:
         return len(self.copies)
 
+    def owned(self, rank: int) -> list[int]:
+        """The experts that a rank owns, in ascending order."""
+        return [expert for expert, owner in enumerate(self.owners) if owner == rank]
+
     def holders(self, expert: int) -> list[int]:
         """The ranks that have an expert, in ascending order."""
         with_copy = [rank for rank, copies in enumerate(self.copies) if expert in copies]

@@ -289,16 +289,18 @@ def remade(plan: Plan, *tensors: Tensor) -> Dispatch:
     return (TokensGathered if plan.form.gathers else RowsTravel)(plan, *tensors)
 
 
-def dispatch_of(choice: Tensor, told: Counts, ep: Axis, etp: int, form: Form) -> Dispatch:
+def dispatch_of(
+    choice: Tensor, told: Counts, ep: Axis, etp: int, form: Form, copies: int = 0
+) -> Dispatch:
     """The way of what :func:`~megapipe.layers.routing.choose` found here, `told` being the rows
-    that each rank has for each expert."""
+    that each rank has for each expert; or of places, of which each rank has so many for copies."""
     if form.fetches:
         chunks = fetched_chunks(told.of_ranks[0], ep.size // etp, form.chunks)
         plan = Plan(form, Axis.alone(), 1, chunks)
     else:
-        plan = Plan(form, ep, etp, chunks_of(told.of_ranks, ep.index, etp, form.chunks))
+        plan = Plan(form, ep, etp, chunks_of(told.of_ranks, ep.index, etp, form.chunks, copies))
     of_each = plan.chunks[0].of_each
-    rows = Rows.of(choice, plan.own, of_each, form.chunks)
+    rows = Rows.of(choice, plan.own, of_each, form.chunks, copies)
     if plan.alone:
         return remade(plan, rows.order, rows.slots)
     if form.gathers:

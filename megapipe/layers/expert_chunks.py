@@ -2,7 +2,8 @@
 
 Chunk i of a layer is the i-th part of the experts of each rank, so that a rank can compute with it
 while the rows of the next one travel. An expert is in one chunk, so its products are the same as
-without chunks. No torch.
+without chunks. Copies (:mod:`megapipe.layers.expert_places`) are a chunk of their own, the last,
+so that their weights may come late. No torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 Counts = Sequence[Sequence[int]]
-"""Rows that each rank of the group has for each of all experts."""
+"""Rows that each rank of the group has for each of all experts, or of their places on ranks."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class Chunk:
 
     counts: Counts
     of_each: int
-    """Experts of a rank, in all chunks."""
+    """Places of a rank, in all chunks: experts, and copies after them."""
     etp: int
     """Neighbours in the group with parts of the same experts."""
     experts: slice
-    """Among those of a rank."""
+    """Among the places of a rank."""
     own: slice
     """Among the rows of the tokens here."""
     here: slice
@@ -53,14 +54,16 @@ def fetched_chunks(counts: Sequence[int], ranks: int, number: int) -> list[Chunk
     return found
 
 
-def chunks_of(counts: Counts, index: int, etp: int, number: int) -> list[Chunk]:
-    """The chunks of a layer on the rank that is `index` in the group."""
+def chunks_of(counts: Counts, index: int, etp: int, number: int, copies: int = 0) -> list[Chunk]:
+    """The chunks of a layer on the rank that is `index` in the group; so many places of each rank
+    are for copies."""
     ranks = len(counts)
     of_each = len(counts[0]) * etp // ranks
     parts = range(ranks // etp)
     mine = of_each * (index // etp)
     found, own, here = [], 0, 0
-    for first, last in pairwise(edges(of_each, number)):
+    ends_of_copies = [of_each] if copies else []
+    for first, last in pairwise([*edges(of_each - copies, number), *ends_of_copies]):
         sent = sum(sum(counts[index][of_each * p + first : of_each * p + last]) for p in parts)
         arriving = (source[mine + first : mine + last] for source in counts)
         ends = list(accumulate(map(sum, zip(*arriving, strict=True))))

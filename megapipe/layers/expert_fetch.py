@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import Wait, reduce_scatter, start_gathering
 from megapipe.layers.expert_chunks import Chunk
+from megapipe.layers.expert_places import ExpertPlaces
 from megapipe.layers.parameter import spec_of
 from megapipe.layers.weight_grad import main_grad
 
@@ -43,22 +44,38 @@ Parameters = tuple[Parameter, Parameter | None, Parameter, Parameter | None]
 
 
 class OwnMatrices:
-    """Those of this rank, which are there."""
+    """Those of this rank, which are there, and copies in `places` of others."""
 
-    def __init__(self, parameters: Parameters, chunks: Sequence[Chunk], *, adds_bias: bool) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        chunks: Sequence[Chunk],
+        places: ExpertPlaces | None = None,
+        *,
+        adds_bias: bool,
+    ) -> None:
         *others, down_bias = parameters
         self._parameters = (*others, down_bias if adds_bias else None)
-        self._chunks = chunks
+        self._chunks, self._places = chunks, places
+        self._owned = len(parameters[0])
 
     def begin(self, number: int) -> None:
-        """Nothing travels."""
+        """Copies leave for here, if they have not."""
+        if self._places is not None and self._chunks[number].experts.start == self._owned:
+            self._places.begin()
 
     def go_on(self, number: int) -> None:
         """Nothing travels."""
 
     def take(self, number: int) -> Matrices:
         part = self._chunks[number].experts
-        return Matrices(*(None if p is None else p[part] for p in self._parameters))  # type: ignore[arg-type]
+        found = [None if p is None else self._part(p, part) for p in self._parameters]
+        return Matrices(*found)  # type: ignore[arg-type]
+
+    def _part(self, parameter: Parameter, part: slice) -> Tensor:
+        if self._places is None or part.start < self._owned:
+            return parameter[part]
+        return self._places.weights(parameter)[: part.stop - part.start]
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,16 @@ class Rows(NamedTuple):
     total: int
 
     @classmethod
-    def of(cls, choice: Tensor, total: int, of_each: int = 1, chunks: int = 1) -> Rows:
+    def of(
+        cls, choice: Tensor, total: int, of_each: int = 1, chunks: int = 1, copies: int = 0
+    ) -> Rows:
         """Those of what :func:`~megapipe.layers.routing.choose` found, `total` in all: those of the
-        first chunk of each rank's `of_each` experts, of the second, ..."""
+        first chunk of each rank's `of_each` places, of the second, ... So many of these are for
+        copies, the last ones, in a chunk of their own."""
         keys = torch.where(choice < 0, torch.iinfo(choice.dtype).max, choice).flatten()
-        if chunks > 1:
-            chunk = keys.long() % of_each * chunks // of_each
-            keys = torch.where(choice.flatten() < 0, chunks, chunk) * 2**16 + keys
+        if chunks > 1 or copies:
+            chunk = (keys.long() % of_each * chunks // (of_each - copies)).clamp_(max=chunks)
+            keys = torch.where(choice.flatten() < 0, chunks + 1, chunk) * 2**16 + keys
         order = keys.argsort(stable=True)
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order), device=order.device)

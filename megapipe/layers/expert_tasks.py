@@ -8,17 +8,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megapipe.layers.expert_fetch import Home
+from megapipe.layers.expert_places import ExpertPlaces
 from megapipe.layers.weight_grad import add_product, main_grad
 from megapipe.ops.grouped import each_expert
 from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
+
+_OfExperts = Tensor | Sequence[Tensor]
+"""[experts, ...]."""
 
 
 class ExpertsTask:
     """Weight and bias gradients of one linear layer of all experts that were computed here, from
     rows of its input and of its output's gradient; `weighted` [rows] multiplies the bias. They
-    go `home`, where experts were fetched."""
+    go home, where experts were fetched; those of copies are kept beside the others."""
 
-    __slots__ = ("_accumulate", "_bias", "_ends", "_home", "grad", "weight", "weighted", "x")
+    __slots__ = ("_accumulate", "_bias", "_ends", "_owners", "grad", "weight", "weighted", "x")
 
     def __init__(
         self,
@@ -28,42 +32,44 @@ class ExpertsTask:
         grad: Tensor,
         ends: Sequence[int],
         accumulate: AccumulateKernel,
-        home: Home | None = None,
+        owners: Home | ExpertPlaces | None = None,
         *,
         weighted: Tensor | None = None,
     ) -> None:
         self.weight, self._bias = weight, bias
         self.x, self.grad, self._ends = x, grad, ends
-        self._accumulate, self._home = accumulate, home
+        self._accumulate, self._owners = accumulate, owners
         self.weighted = weighted
 
     def begin(self) -> None:
         """Nothing is gathered."""
 
     def run(self) -> None:
-        if self._home is None:
-            self._add(main_grad(self.weight), None if self._bias is None else main_grad(self._bias))
+        owners = self._owners
+        if not isinstance(owners, Home):
+            grads: Callable[[Parameter], _OfExperts]
+            grads = main_grad if owners is None else owners.main_grads
+            self._add(grads(self.weight), None if self._bias is None else grads(self._bias))
             return
-        weight = self._home.zeros(self.weight)
-        bias = None if self._bias is None else self._home.zeros(self._bias)
+        weight = owners.zeros(self.weight)
+        bias = None if self._bias is None else owners.zeros(self._bias)
         self._add(weight, bias)
-        self._home.add(weight, self.weight)
+        owners.add(weight, self.weight)
         if self._bias is not None and bias is not None:
-            self._home.add(bias, self._bias)
+            owners.add(bias, self._bias)
 
-    def _add(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Into [experts, ...]."""
-        weight = weight.flatten(1, -2)  # [experts, out, in]
+    def _add(self, weights: _OfExperts, biases: _OfExperts | None) -> None:
         for expert, rows in each_expert(self._ends):
-            self._accumulate(weight[expert], self.grad[rows], self.x[rows])
-        if bias is None:
+            weight = weights[expert].flatten(0, -2)  # [out, in]
+            self._accumulate(weight, self.grad[rows], self.x[rows])
+        if biases is None:
             return
-        bias = bias.flatten(1)
         for expert, rows in each_expert(self._ends):
+            bias = biases[expert].flatten()
             if self.weighted is None:
-                bias[expert] += self.grad[rows].sum(0, dtype=bias.dtype)
+                bias += self.grad[rows].sum(0, dtype=bias.dtype)
             else:
-                bias[expert].addmv_(self.grad[rows].to(bias.dtype).t(), self.weighted[rows])
+                bias.addmv_(self.grad[rows].to(bias.dtype).t(), self.weighted[rows])
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.x, self.grad, *(() if self.weighted is None else (self.weighted,)))

@@ -29,6 +29,7 @@ from megapipe.layers.dispatch import Coming, dispatch_of, joined, remade
 from megapipe.layers.earlier_slices import EarlierSlices, added
 from megapipe.layers.expert_chunks import Chunk
 from megapipe.layers.expert_fetch import FetchedMatrices, Holders, Home, Matrices, OwnMatrices
+from megapipe.layers.expert_places import ExpertPlaces
 from megapipe.layers.expert_rows import count_rows
 from megapipe.layers.expert_tasks import ExpertsTask, RouterTask
 from megapipe.layers.microbatch import MicroBatch
@@ -89,6 +90,8 @@ class Experts(nn.Module):
         self.register_buffer("last", even if routing.scope == "step" else None)
         self.up, self.up_bias = self._linear(*up)
         self.down, self.down_bias = self._linear(*down)
+        self.places: ExpertPlaces | None = None
+        """Where experts and copies of them are, if copies come and go."""
 
     def _linear(
         self, weight: ParameterSpec, bias: ParameterSpec | None
@@ -135,7 +138,7 @@ class Experts(nn.Module):
             second = noise.second(p.device) if noise and self.routing.random_second else None
             experts = route.choose(p, *given, self.bias, second, earlier)
             counted = self.sharding.form.counted(self.sharding.ep)
-            rows = count_rows(experts, self.routing.experts, counted)
+            rows = count_rows(self.placed(experts), self._all_places, counted)
             if not self.training:
                 return Chosen(experts, experts.new_empty(0), rows)
             counts = route.count(experts, *given) if self.last is None else self.last
@@ -162,17 +165,37 @@ class Experts(nn.Module):
             return None
         return mb.earlier.setdefault(self.layer, EarlierSlices())
 
+    @property
+    def of_experts(self) -> list[Parameter]:
+        """Its parameters but the router's."""
+        every = self.up, self.up_bias, self.down, self.down_bias
+        return [each for each in every if each is not None]
+
+    def placed(self, choice: Tensor) -> Tensor:
+        """A choice of experts as one of their places."""
+        return choice if self.places is None else self.places.placed(choice)
+
+    @property
+    def _all_places(self) -> int:
+        """On all ranks that share the experts."""
+        return self.routing.experts if self.places is None else self.places.number
+
+    @property
+    def copies(self) -> int:
+        """Places of each rank for copies of experts."""
+        return 0 if self.places is None else self.places.copies
+
     def matrices(self, chunks: Sequence[Chunk]) -> Coming[Matrices]:
         """Those of the experts that are computed here."""
         split, parameters = self.sharding, (self.up, self.up_bias, self.down, self.down_bias)
         if split.form.fetches:
             return FetchedMatrices(parameters, chunks, Holders(split.ep, split.etp))
-        return OwnMatrices(parameters, chunks, adds_bias=self.first)
+        return OwnMatrices(parameters, chunks, self.places, adds_bias=self.first)
 
-    def owners(self, chunks: Sequence[Chunk]) -> Home | None:
-        """Where their gradients belong, if that is not here."""
+    def owners(self, chunks: Sequence[Chunk]) -> Home | ExpertPlaces | None:
+        """Where their gradients belong, if that is not all here."""
         split = self.sharding
-        return Home(Holders(split.ep, split.etp), chunks) if split.form.fetches else None
+        return Home(Holders(split.ep, split.etp), chunks) if split.form.fetches else self.places
 
     def widen(self, of: Matrices, ends: Sequence[int], x: Tensor) -> Tensor:
         """The first product of a chunk's rows [rows, h]: [rows, (2) f]."""
@@ -229,7 +252,8 @@ class _ExpertsFunction(Function):
         p = route.scores(logits, routing)
         choice, counts, told = layer.choice(logits, p, mb, sequences, graph, noise)
         split = layer.sharding
-        dispatch = dispatch_of(choice, told, split.ep, split.etp, split.form)
+        given = split.ep, split.etp, split.form, layer.copies
+        dispatch = dispatch_of(layer.placed(choice), told, *given)
         weights = route.weights(p, route.experts_of(choice), routing)
         home, matrices = dispatch.home(), layer.matrices(dispatch.plan.chunks)
         both = dispatch.tokens(tokens), dispatch.choices(weights)
@@ -246,11 +270,11 @@ class _ExpertsFunction(Function):
         if not dispatch.plan.alone:
             kept = map(joined, zip(*arrived, strict=True))
         rows_kept, weights_kept = kept
-        given = (None, None) if layer.frozen else (x, rows_kept)
+        needed = (None, None) if layer.frozen else (x, rows_kept)
         if mb.earlier is not None:
             counts = counts.data  # of a version of its own: later slices add theirs
         ctx.save_for_backward(
-            *given, weights_kept, joined(widened), logits, choice, counts, *dispatch.tensors
+            *needed, weights_kept, joined(widened), logits, choice, counts, *dispatch.tensors
         )
         ctx.plan, ctx.layer, ctx.unit = dispatch.plan, layer, mb.position_scale
         ctx.seen = partial(layer.seen, noise)

@@ -76,6 +76,11 @@ def counts_name(layer: int) -> str:
     return f"routing/layers.{layer}.moe.router.counts"
 
 
+def placed_name(layer: int) -> str:
+    """Name of the choices by which copies of a layer's experts were chosen, likewise."""
+    return f"routing/layers.{layer}.moe.copies.counts"
+
+
 def most_rows(
     routing: Routing, tokens: int, sequences: int, length: int, ep: int = 1, etp: int = 1
 ) -> int:

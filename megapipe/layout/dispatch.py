@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.experts_config import ExpertsConfig
+from megapipe.experts_config import OF_MAPS, ExpertsConfig
+from megapipe.layout.expert_copies import check_copies
 from megapipe.layout.family import conditions_of, make_family
 from megapipe.layout.layout import DeviceKind
 from megapipe.model.gpt.moe_checks import experts_in
@@ -40,8 +41,9 @@ def resolved_dispatch(config: Config, device: DeviceKind) -> ExpertsConfig:
 
 
 def forms_of(config: Config) -> tuple[str, ...]:
-    """Those that dispatch=auto takes one of; with a codec rows have to travel."""
-    return tuple(f for f in BY_BYTES if f != "fetch" or config.experts.codec == "none")
+    """Those that dispatch=auto takes one of; with a codec or a policy rows have to travel."""
+    travel = config.experts.codec != "none" or config.experts.moves
+    return tuple(form for form in BY_BYTES if form != "fetch" or not travel)
 
 
 def most_chunks(config: Config) -> int:
@@ -81,7 +83,10 @@ def check_dispatch(config: Config) -> None:
         if moe.experts is None:
             needed = "model.moe.experts"
         elif not split:
-            needed = "parallel.ep or parallel.etp above 1"
+            either_axis = "" if key in OF_MAPS else " or parallel.etp"
+            needed = f"parallel.ep{either_axis} above 1"
+        elif key in OF_MAPS and not experts.moves:
+            needed = "experts.policy=shadow or balance"
         elif key == "node" and experts.dispatch != "hierarchical" and not _has_nodes(config):
             needed = "experts.dispatch=hierarchical"
         elif key == "topology" and not moe.balance:
@@ -95,6 +100,7 @@ def check_dispatch(config: Config) -> None:
         return
     _check_codec(config)
     _check_topology(config)
+    check_copies(config)
     for layer in filter(moe.has_experts, range(config.model.layers)):
         here = moe.experts_of(layer) // ep
         if experts.number_of_chunks > here:

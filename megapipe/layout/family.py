@@ -78,6 +78,7 @@ def conditions_of(config: Config, device: DeviceKind | None = None) -> Condition
         dispatch=config.experts.dispatch,
         node=config.experts.node,
         expert_chunks=config.experts.number_of_chunks,
+        slots=config.experts.slots,
         codec=config.experts.codec,
         microbatch=train.microbatch,
         tp=parallel.tp,

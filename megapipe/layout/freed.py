@@ -28,7 +28,12 @@ def sizes_of(config: Config, device: DeviceKind, split: Split, sequence: int, ro
         ep=rowed[0],
         etp=rowed[1],
         dispatch=Dispatched(
-            experts.dispatch, experts.node, experts.number_of_chunks, fetched, experts.codec
+            form=experts.dispatch,
+            node=experts.node,
+            chunks=experts.number_of_chunks,
+            slots=experts.slots,
+            fetched=fetched,
+            codec=experts.codec,
         ),
         ulysses=split.ulysses,
     )

@@ -8,6 +8,7 @@ from megapipe.config import Config
 from megapipe.context_config import ContextConfig
 from megapipe.errors import LaunchError
 from megapipe.experts_config import ExpertsConfig
+from megapipe.layout.expert_copies import without_copies
 
 
 def for_processes(config: Config, world: int | None) -> Config:
@@ -49,6 +50,8 @@ def _changed(config: Config, values: dict[str, Any]) -> Config:
     parallel = config.parallel
     if values.get("ep", parallel.ep) * values.get("etp", parallel.etp) == 1:
         config = config.model_copy(update={"experts": ExpertsConfig()})
+    elif values.get("ep", parallel.ep) == 1:
+        config = config.model_copy(update={"experts": without_copies(config.experts)})
 
     def section(name: str, *keys: str) -> Any:
         own = {key: values[key] for key in keys if key in values}

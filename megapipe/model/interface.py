@@ -54,6 +54,8 @@ class Conditions:
     node: int | None = None
     """Ranks of a node, where they do within nodes and then between them."""
     expert_chunks: int = 1
+    slots: int = 0
+    """``experts.slots``, copies of experts that a rank has room for in a layer."""
     codec: str = "none"
     """``experts.codec``, of rows on their way."""
     compile: bool = False
@@ -92,6 +94,8 @@ class Dispatched(NamedTuple):
     node: int | None = None
     """Ranks of a node, where rows travel within nodes and then between them."""
     chunks: int = 1
+    slots: int = 0
+    """Copies of experts that a rank may have, which are a chunk of their own."""
     fetched: tuple[int, int] = (1, 1)
     """Ranks that experts are fetched from, where they travel instead of rows: ep, etp."""
     codec: str = "none"

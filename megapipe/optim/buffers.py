@@ -102,9 +102,8 @@ class Bucket:
 
     With `sharded_grads` the main gradients have memory between :meth:`open_grads` and
     :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise. The gradients of
-    a `late` one are reduced once, at the end of a step, whose others are sharded. Parameters of a
-    `frozen` one have no gradients. `link` leads to a bucket of another stage with the same
-    parameters.
+    a `late` one are reduced once, at the end of a step. Parameters of a `frozen` one have no
+    gradients. `link` leads to a bucket of another stage with the same parameters.
     """
 
     def __init__(
@@ -262,15 +261,17 @@ def make_buckets(
     holders: Sequence[Sequence[int]],
     in_process: bool = False,
     linked: bool = False,
+    copies: bool = False,
 ) -> list[Bucket]:
     """Make the buckets of this process' stages, which give the parameters their storage.
 
     holders[stage] are the pipeline ranks that hold a stage. Gradients of a stage with several
     holders, and of tied parameters, which the first and the last stage hold, are reduced over the
     holders too, unless the pipeline is `in_process`. With `linked` the first and the last stage
-    have a bucket of tied parameters each, with a link between them. Buckets are in stage order,
-    those of a stage in the order in which they are reduced, that of experts after them and then
-    those of what is frozen; the tied one comes last.
+    have a bucket of tied parameters each, with a link between them. With `copies` of experts on
+    other ranks, whose gradients come at the end of a step, buckets of experts are late. Buckets are
+    in stage order, those of a stage in the order in which they are reduced, that of experts after
+    them and then those of what is frozen; the tied one comes last.
     """
     groups = BucketGroups(mesh, policy)
 
@@ -303,7 +304,8 @@ def make_buckets(
         least = None if whole else chunk_length(policy.chunk_mib, size)
         specs = {spec_of(each.parameter).name: spec_of(each.parameter) for each in owned}
         sized = (Sized(name, spec.numel, spec.decay, spec.split) for name, spec in specs.items())
-        in_runs = policy.shards_gradients and not (shared or frozen)
+        last = experts and copies
+        in_runs = policy.shards_gradients and not (shared or frozen or last)
         for own in cut(sized, least):
             yield Bucket(
                 index,
@@ -316,7 +318,7 @@ def make_buckets(
                 holders=len(set(ranks)) if in_process else 1,
                 sharded_grads=in_runs and axes.sharded,
                 sharded_weights=policy.shards_weights and axes.sharded,
-                late=in_runs and not axes.sharded,
+                late=last or (in_runs and not axes.sharded),
                 frozen=frozen,
                 link=link,
             )

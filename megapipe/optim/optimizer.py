@@ -11,6 +11,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn import Parameter
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.finite import all_finite
+from megapipe.layers.expert_places import ExpertPlaces
 from megapipe.layers.parameter import LocalParameter
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.buffers import Bucket, Entry
@@ -51,7 +53,8 @@ class Optimizer:
     The order of use in a step: :meth:`zero_grad`, the backward passes, during which the executor
     calls what :class:`~megapipe.engine.executor.Synchroniser` lists, :meth:`finish_reduce`,
     :meth:`update`. State is kept as `states` says; `kernel` does the steps of
-    Adam. `velocity` has the decay of the velocity of weights, by stage, where one is kept.
+    Adam. `velocity` has the decay of the velocity of weights, by stage, where one is kept. `places`
+    are those of experts that have copies on other ranks, by stage, in the order of layers.
     """
 
     def __init__(
@@ -65,10 +68,12 @@ class Optimizer:
         kernel: AdamKernel = torch_adam,
         velocity: Mapping[int, float] | None = None,
         staleness: Mapping[int, float] | None = None,
+        places: Mapping[int, Sequence[ExpertPlaces]] | None = None,
     ) -> None:
         self.config = config
         self._staleness = staleness or {}
         self._velocity = velocity or {}
+        self._places = dict(sorted((places or {}).items()))
         self.mesh = mesh
         self.stages = stages
         self.rule = build_rule(config, kernel)
@@ -126,6 +131,12 @@ class Optimizer:
             own.begin()
         for shard in self.shards:
             shard.zero_grad()
+        for places in self._all_places():
+            places.zero_grad()
+
+    def _all_places(self) -> Iterator[ExpertPlaces]:
+        """By stage and layer, the same on all ranks that share experts."""
+        return chain.from_iterable(self._places.values())
 
     def open_grads(self, stage: int) -> None:
         own = self._sharded(stage)
@@ -164,6 +175,8 @@ class Optimizer:
     def await_weights(self, stage: int) -> None:
         for shard in self._of_stage[stage]:
             shard.await_weights()
+        for places in self._places.get(stage, ()):
+            places.begin()
 
     def reshard(self, stage: int) -> None:
         for shard in self._of_stage[stage]:
@@ -175,6 +188,7 @@ class Optimizer:
         Returns fp64 [stages + 1]: squared norms of the gradients that this rank owns, of each stage
         and of the tied bucket. Added up over all ranks they are those of the whole model.
         """
+        self._bring_home()
         for shard in self.shards:
             if shard.bucket.index == self.stages or shard.bucket.late:
                 shard.start_reduce()
@@ -188,6 +202,15 @@ class Optimizer:
                 shard.grad.mul_(1.0 / loss_scale)
             squares[shard.bucket.index] += shard.own_square()
         return squares
+
+    def _bring_home(self) -> None:
+        """Add the gradients of copies of experts to those of the ranks that own these."""
+        coming = [(places, places.start_home()) for places in self._all_places()]
+        for places, begun in coming:
+            if begun is not None:
+                received, wait = begun
+                wait()
+                places.add(received)
 
     def reduce_stage(self, stage: int) -> None:
         """Send off the gradients of a stage, or of the tied embedding, which are complete."""
@@ -252,6 +275,12 @@ class Optimizer:
                 predict(self.rule, shard, distance, self.count, shard.weights)
         for shard in self._in_use_order():
             shard.publish()
+        self._copies_are_old()
+
+    def _copies_are_old(self) -> None:
+        """The weights of experts have changed, and copies of them have not."""
+        for places in self._all_places():
+            places.changed()
 
     @contextmanager
     def true_weights(self) -> Iterator[None]:
@@ -316,6 +345,7 @@ class Optimizer:
             shard.store.undo()
         for shard in self._in_use_order():
             shard.publish()
+        self._copies_are_old()
 
     def publish_shared(self) -> None:
         """Take part in the gathers of buckets that other pipeline ranks may have updated."""
@@ -329,9 +359,12 @@ class Optimizer:
         return sorted(self.shards, key=lambda shard: shard.bucket.index % self.stages)
 
     def await_all_weights(self) -> None:
-        """Wait until the weights of the last update are gathered."""
+        """Wait until the weights of the last update are gathered, and copies of experts have
+        them."""
         for shard in self.shards:
             shard.await_weights()
+        for places in self._all_places():
+            places.bring()
 
     @torch.no_grad()
     def set_weights(self, fill: Fill, *, threads: int = 0) -> None:
@@ -342,6 +375,7 @@ class Optimizer:
         """
         for shard, entry, values in filled(self._with_weights(), fill, threads):
             shard.set_weights(entry, values)
+        self._copies_are_old()
 
     def set_states(
         self,

@@ -117,6 +117,9 @@ class BucketPlan:
     linked: bool = False
     """A bucket of another stage has the same parameters; messages between both take the place of
     sums and gathers over both (:mod:`megapipe.optim.link`)."""
+    slots: int = 0
+    """Copies of experts of others that a process may have beside it in each layer; their gradients
+    come at the end of a step."""
     updates: bool = True
     """Its processes update it; otherwise they have a copy, and no optimizer state."""
 
@@ -133,6 +136,20 @@ class BucketPlan:
     def experts(self) -> bool:
         """Whether its parameters are those of experts."""
         return any(spec.experts for spec in self.parameters)
+
+    @property
+    def in_runs(self) -> bool:
+        """Whether under ZeRO-2 and 3 its gradients are reduced after each run of a stage's weight
+        gradients, and have memory until then; otherwise once a step."""
+        return not (self.shared or self.alone or self.slots or self.frozen)
+
+    @property
+    def copies(self) -> int:
+        """Values of copies of experts on one rank, in all their slots."""
+        if not self.slots:
+            return 0
+        experts = {spec.name: spec.shape[0] // self.ep for spec in self.parameters}
+        return sum(self._values([p]) // experts[p.name] for p in self.parameters) * self.slots
 
     @property
     def alone(self) -> bool:
@@ -198,7 +215,8 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
         sizes = layout.tp, *layout.of_experts
         for own_cut in cut(_sized(parameters, *sizes), None if whole else least):
             own = tuple(spec for spec in parameters if spec.name in own_cut.names)
-            yield BucketPlan(stage, own, *sizes, *groups, shared, frozen=frozen)
+            slots = config.experts.slots if experts else 0
+            yield BucketPlan(stage, own, *sizes, *groups, shared, frozen=frozen, slots=slots)
 
     tied: list[ParameterSpec] = []
     for stage in layout.process_stages(rank):

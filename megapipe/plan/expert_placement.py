@@ -16,6 +16,7 @@ from megapipe.experts.rows import Counts, evenly, loads
 from megapipe.experts.shadow import Times, shadow
 from megapipe.experts.traffic import Sizes, copies, migration, most
 from megapipe.layers.moe_specs import wire_bytes
+from megapipe.layout.expert_copies import ranks_of_a_node
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import speed
 from megapipe.layout.speeds import Speeds
@@ -25,6 +26,15 @@ from megapipe.plan.memory import state_bytes
 
 Policy = Callable[[ExpertMap, Counts, Sequence[int]], ExpertMap]
 """The present map, the rows of each rank for each expert, and their sums -> the next map."""
+
+
+def by_shadows(times: Times) -> Policy:
+    return lambda present, rows, _: shadow(present, rows, times)
+
+
+def by_balance(node: int) -> Policy:
+    """With so many ranks on a node."""
+    return lambda present, rows, _: balance(present, rows, node)
 
 
 class Judged(NamedTuple):
@@ -77,7 +87,7 @@ class Costs(NamedTuple):
             trip=(row + main / 2) / rate / layout.copies_of_experts,
             shadow=(layout.ep - 1) * (sizes.weights + sizes.gradients) / rate,
         )
-        return cls(sizes, times, rate, _node(config, layout))
+        return cls(sizes, times, rate, ranks_of_a_node(config))
 
     def worth(self, steps: float) -> float:
         """Rows whose time it takes to move an expert, if the next move is so many steps later."""
@@ -96,13 +106,6 @@ def _owners_of_slices(config: Config, layout: Layout, layer: int) -> int:
     return shard
 
 
-def _node(config: Config, layout: Layout) -> int:
-    """ep ranks of a node, where a group is of whole nodes; otherwise all."""
-    ranks, per_node = layout.expert_ranks, config.experts.node or config.parallel.per_node
-    whole = per_node < ranks and ranks % per_node == 0 and per_node % layout.etp == 0
-    return per_node // layout.etp if whole else layout.ep
-
-
 def judge(
     layer: int,
     trace: Mapping[int, Sequence[int]],
@@ -117,8 +120,8 @@ def judge(
     without = replace(begin, slots=0)
     worth = costs.worth(every)
     ways: dict[str, tuple[ExpertMap, Policy]] = {
-        "shadow": (begin, lambda present, rows, _: shadow(present, rows, costs.times)),
-        "balance": (begin, lambda present, rows, _: balance(present, rows, costs.node)),
+        "shadow": (begin, by_shadows(costs.times)),
+        "balance": (begin, by_balance(costs.node)),
         "migrate": (without, lambda present, _, totals: migrate(present, pool, totals, worth)),
     }
     return [_judged(layer, name, steps, every, *way, costs) for name, way in ways.items()]

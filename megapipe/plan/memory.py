@@ -24,7 +24,8 @@ class ModelMemory:
     """Bytes of one process, on its device."""
 
     parameters: int
-    """All versions of them that are kept, and predicted ones, in a pipeline without a flush."""
+    """All versions of them that are kept, and predicted ones, in a pipeline without a flush; and
+    copies of experts in all slots."""
     beside: int
     """Of these, the ones beside the newest version."""
     gradients: int
@@ -88,7 +89,9 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
         optimizer += own * (_state_bytes(config.optimizer, size, main, apart) + velocity)
         if config.optimizer.post_validation:
             copies += own * _undo_bytes(config.optimizer, size, main, apart)
-        if zero >= 2 and not (bucket.shared or bucket.alone):
+        parameters += bucket.copies * size
+        gradients += bucket.copies * main
+        if zero >= 2 and bucket.in_runs:
             gradients += bucket.norms * main  # kept apart: they may come before the others
         else:
             gradients += bucket.uses * bucket.numel * main * turns
@@ -138,7 +141,7 @@ def _passing(
         if bucket.alone:
             continue
         weights[bucket.stage] += bucket.numel
-        if not bucket.frozen:
+        if not (bucket.frozen or bucket.slots):
             numel[bucket.stage] += bucket.numel
             slices[bucket.stage] += _slice(bucket)
     opened: dict[int, int] = {}
@@ -189,9 +192,10 @@ def checkpoint_bytes(config: Config, layout: Layout) -> int:
 
 
 def _buffer_bytes(config: Config, layout: Layout) -> int:
-    """Bytes in a checkpoint, of rank 0, of biases of experts and of the choices of a step."""
+    """Bytes in a checkpoint, of rank 0, of biases of experts and of the choices of steps: the last
+    one, and that by which copies were chosen."""
     biases = sum(map(prod, layout.model.buffers().values())) * main_bytes(config.model.dtype)
-    counted = config.model.moe.balance_scope == "step"
+    counted = (config.model.moe.balance_scope == "step") + config.experts.moves
     return biases + 8 * counted * sum(layout.model.experts().values())
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 
 from megapipe.config import Config
-from megapipe.dtypes import DTYPE_BYTES
+from megapipe.dtypes import DTYPE_BYTES, main_bytes
 from megapipe.layout.costs import scaled
 from megapipe.layout.expert_time import alike, trained
 from megapipe.layout.layout import Layout
@@ -204,11 +204,15 @@ def extent(layout: Layout, bucket: BucketPlan) -> int:
 
 
 def exchanged(config: Config, layout: Layout, bucket: BucketPlan) -> tuple[float, float]:
-    """Seconds of the bucket's reduction and of its gathering."""
+    """Seconds of the bucket's reduction and of its gathering, and of its copies with both: their
+    gradients come before, and their weights leave after it."""
     rate = 1e9 * speed(config, extent(layout, bucket))
     weights = bucket.numel * DTYPE_BYTES[config.model.dtype]
     gathered = Exchange("dp", "all_gather", "weights", 1, weights, bucket.shard.members).wire
     if bucket.frozen:
         return 0.0, float(gathered) / rate if layout.replicas.zero == 3 else 0.0
     reduced = sum(exchange.wire for exchange in reduction(config, bucket, 1))
-    return float(reduced) / rate, float(gathered) / rate
+    copies = bucket.copies / (1e9 * speed(config, layout.expert_ranks))
+    of_weights = copies * DTYPE_BYTES[config.model.dtype]
+    of_gradients = copies * main_bytes(config.model.dtype)
+    return float(reduced) / rate + of_gradients, float(gathered) / rate + of_weights

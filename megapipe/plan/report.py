@@ -30,6 +30,7 @@ from megapipe.schedule.render import text as draw
 from megapipe.schedule.streams.ledger import staleness
 from megapipe.schedule.streams.stream import Stream, moved_back, predictions_kept, versions_kept
 from megapipe.schedule.timing.simulate import Timeline
+from megapipe.words import counted
 
 
 def report(config: Config, layout: Layout) -> str:
@@ -139,8 +140,9 @@ def _expert_ranks(layout: Layout) -> str:
     if layout.expert_ranks == 1:
         return ""
     inner = f" x etp {layout.etp}" if layout.etp > 1 else ""
-    chunks = layout.expert_chunks
+    chunks, slots = layout.expert_chunks, layout.model.conditions.slots
     how = layout.model.conditions.dispatch + (f" in {chunks} chunks" if chunks > 1 else "")
+    how += f", {counted(slots, 'slot')} for copies on each rank" if slots else ""
     return f", experts over ep {layout.ep}{inner} of a pipeline index by {how}"
 
 

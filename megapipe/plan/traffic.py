@@ -6,7 +6,8 @@ conventions of bytes:
 - :attr:`Exchange.bytes` is the size of the whole tensor: the input of an all-reduce, a
   reduce-scatter or an all-to-all, the output of an all-gather, a message;
 - :attr:`Exchange.wire` is what the process itself sends in a ring of n members: (n-1)/n of `bytes`
-  for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, all of a message.
+  for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, all of a message and of
+  copies of experts.
 
 Tensor parallelism (Shoeybi et al., 1909.08053) all-reduces the hidden states x twice per layer in
 the forward and twice in the input gradient; with sequence parallelism (2205.05198) each of these
@@ -62,11 +63,13 @@ class Exchange:
     count: int
     bytes: int
     members: int
+    whole: bool = True
+    """A part of `bytes` is for the process itself."""
 
     @property
     def wire(self) -> Fraction:
         """Bytes that the process sends in a step under a ring."""
-        if self.collective == "send":
+        if self.collective == "send" or not self.whole:
             return Fraction(self.bytes)
         ways = 2 if self.collective == "all_reduce" else 1
         return Fraction(ways * self.bytes * (self.members - 1), self.members)
@@ -283,7 +286,7 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
     for bucket in process_buckets(config, layout, rank):
         users = ends if bucket.stage == layout.stages else (bucket.stage,)
         reductions = gathers = 1
-        if zero >= 2 and not (bucket.shared or bucket.alone):
+        if zero >= 2 and bucket.in_runs:
             reductions = reductions_of(actions, bucket.stage)
         if zero == 3:
             gathers = gathers_of(actions, users)
@@ -305,6 +308,20 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
             yield _copied(config, layout, bucket)
         if bucket.updates:
             yield gather
+        if bucket.slots:
+            yield from _of_copies(config, layout, bucket)
+
+
+def _of_copies(config: Config, layout: Layout, bucket: BucketPlan) -> Iterator[Exchange]:
+    """Weights of experts on their way to copies, and gradients of these on their way home, where
+    all slots are full: what a rank gets of one, and sends of the other. An owner whose experts have
+    more copies than a rank has slots sends, and gets, more."""
+    stage = layout.stage_layers[bucket.stage]
+    layers = len(layout.model.experts().keys() & {*stage.layers})
+    sizes = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
+    for what, size in zip(("copies", "gradients of copies"), sizes, strict=True):
+        amount = bucket.copies * size
+        yield Exchange("ep", "all_to_all", what, layers, amount, layout.expert_ranks, whole=False)
 
 
 def _copied(config: Config, layout: Layout, bucket: BucketPlan) -> Exchange:

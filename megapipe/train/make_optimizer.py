@@ -11,6 +11,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.state_store import StatePolicy
 from megapipe.optim.velocity import decay
 from megapipe.schedule.streams.stream import mean_staleness, moved_back
+from megapipe.train.expert_maps import make_places
 
 if TYPE_CHECKING:
     from megapipe.train.step import TrainStep
@@ -26,7 +27,9 @@ def make_optimizer(step: TrainStep) -> Optimizer:
         holders=[placement.holders(stage) for stage in range(placement.stages)],
         in_process=step.pipeline.in_process,
         linked=step.layout.links_tied,
+        copies=step.config.experts.slots > 0,
     )
+    places = make_places(step.config, step.modules)
     states = StatePolicy.of(
         step.config.optimizer, run.seed, Path(run.folder) / run.name, step.mesh.device
     )
@@ -48,4 +51,5 @@ def make_optimizer(step: TrainStep) -> Optimizer:
         kernel=step.kernels.adam,
         velocity=velocity,
         staleness=staleness,
+        places=places,
     )

@@ -279,9 +279,8 @@ def load(
     rank if it does not fit."""
     error = None
     if memory is not None:
-        memory.bring(
-            checkpoint, checkpoint_io.files_needed(step.optimizer, checkpoint, step.routing.names())
-        )
+        beside = *step.routing.names(), *step.maps.names()
+        memory.bring(checkpoint, checkpoint_io.files_needed(step.optimizer, checkpoint, beside))
     try:
         model, states = step.layout.model, step.optimizer.rule.states
         shapes = model.weights()

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
 from megapipe.train import checkpoint_io, evaluation, logits, resume
 from megapipe.train.evaluation import Evaluation
+from megapipe.train.expert_maps import ExpertMaps
 from megapipe.train.feed import Counted, Feed, Rows
 from megapipe.train.kernels import agreed_kernels, make_sharding
 from megapipe.train.make_optimizer import make_optimizer
@@ -143,14 +145,11 @@ class TrainStep:
             counts=config.model.moe.balance_scope == "step",
             dtype=main_dtype(TORCH_DTYPES[config.model.dtype]),
         )
+        self.maps = ExpertMaps.of(config, layout, self.modules.values(), mesh)
+        moved = self.optimizer, self.scaler, self.routing, self.maps
+        exact = config.run.exact_on(mesh.device.type)
         self.update = Update(
-            config.optimizer,
-            self.optimizer,
-            self.scaler,
-            self.routing,
-            config.train.steps,
-            config.numbers,
-            exact=config.run.exact_on(mesh.device.type),
+            config.optimizer, *moved, config.train.steps, config.numbers, exact=exact
         )
         self.streaming: Streaming | None = None
         if layout.stream is not None and holders is not None:
@@ -419,7 +418,7 @@ class TrainStep:
             loss_scale=self.scaler.state(),
             judged=self.update.judge.state(),
             digests=digests or {},
-            beside=self.routing.pieces() if self.mesh.rank == 0 else (),
+            beside=chain(self.routing.pieces(), self.maps.pieces()) if self.mesh.rank == 0 else (),
             stream=stream,
         )
         if self.streaming is not None:
@@ -448,6 +447,7 @@ class TrainStep:
         self.left_out = found.left_out_with(self.left_out)
         checkpoint_io.load(self.optimizer, checkpoint, found.updates, found.lr)
         self.routing.load(checkpoint, checkpoint.names())
+        self.maps.load(checkpoint, checkpoint.names())
         if self.streaming is not None:
             self.streaming.load_older(checkpoint, found.stream)
         self.scaler.load(found.loss_scale or self.scaler.state())

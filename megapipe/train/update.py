@@ -10,6 +10,7 @@ from megapipe.numbers_config import NumbersConfig
 from megapipe.optim.lr import learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
+from megapipe.train.expert_maps import ExpertMaps
 from megapipe.train.judge import Fault, Judge, Unsound
 from megapipe.train.rerun import Again, Rerun
 from megapipe.train.routing_state import RoutingState
@@ -51,7 +52,7 @@ class StepResult:
 
 class Update:
     """Makes the updates of a run of `steps`, whose gradients `optimizer` has reduced, those of the
-    biases of `routing` among them.
+    biases of `routing` among them, and has `maps` of experts follow.
 
     `numbers` says what becomes of numbers that cannot be right. `exact`: equal computations give
     equal bits here.
@@ -63,6 +64,7 @@ class Update:
         optimizer: Optimizer,
         scaler: LossScaler,
         routing: RoutingState,
+        maps: ExpertMaps,
         steps: int,
         numbers: NumbersConfig,
         *,
@@ -72,6 +74,7 @@ class Update:
         self.optimizer = optimizer
         self.scaler = scaler
         self.routing = routing
+        self.maps = maps
         self.steps = steps
         self.judge = Judge(numbers)
         self.rerun = Rerun(numbers, exact=exact, fault=self._located_fault)
@@ -100,6 +103,7 @@ class Update:
         self.scaler.update(finite=True)
         self._update(step, self.clipping(totals.norm))
         self.routing.move(totals.routing)
+        self.maps.decide(step, totals.routing)
         self.judge.passed(totals)
         return replace(result, largest_bias=self.routing.largest_bias)
 

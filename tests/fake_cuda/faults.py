@@ -126,6 +126,16 @@ def other_heads_not_waited_for() -> Patch:
     return never_waits(reshard, "start_all_to_all")
 
 
+@seeded(
+    replace(DATA, ep=2, moe="top 2", placement="changing"),
+    "reads what NCCL's all_to_all .* has not waited",
+)
+def copies_of_experts_not_waited_for() -> Patch:
+    from megapipe.layers import expert_places
+
+    return never_waits(expert_places, "start_all_to_all")
+
+
 @seeded(PIPELINE, "reads what NCCL's recv .* has not waited")
 def message_not_waited_for() -> Patch:
     """The buffer is handed on as soon as the receive is posted; it is waited for in the end."""

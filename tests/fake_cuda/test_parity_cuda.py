@@ -46,6 +46,7 @@ CASES = [
         codec="int8",
         activations="full",
     ),
+    Case(dp=2, ep=2, moe="top 2", layers=2, placement="changing", masked=0.3, steps=3),
     Case(cp=2, context="ulysses", masked=0.3, activations="full, attention kept"),
     Case(cp=2, model="capped", documents=True, masked=0.3, sequence=12),
     Case(pp=2, m=3, documents=True, activations="full, attention kept", sequence=12),

@@ -18,7 +18,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.schedule.generators import build
 from tests.parity import reference
-from tests.parity.named_settings import ACTIVATIONS, ADAPTED, CONTEXTS, MODELS, MOE
+from tests.parity.named_settings import ACTIVATIONS, ADAPTED, CONTEXTS, MODELS, MOE, PLACEMENTS
 
 STEPS = 2
 """Each is checked by itself, from what the ranks had before it: the first from zero states, the
@@ -26,6 +26,8 @@ second from states that are not. More are taken where something comes in turns."
 LR = 1e-3
 """Peak learning rate. Adam moves a weight whose true gradient is zero (a key bias's) by rounding
 errors of about 1e-17 x lr / eps; at this rate that stays under the tolerance."""
+SLOW = 1e-9
+"""TFLOP/s of a device on which copies of experts take less time than rows."""
 END = 5
 """The token that ends a document."""
 
@@ -95,6 +97,8 @@ class Case:
     """Of rows on their way to experts."""
     topology: tuple[float, ...] | None = None
     """Bandwidths by which the balance term goes."""
+    placement: str = "static"
+    """Which ranks have which experts: of PLACEMENTS."""
     lora: str | None = None
     """Adapters are trained, beside the layers of that name in ADAPTED."""
     model: str = "gpt2"
@@ -192,6 +196,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "chunks": case.expert_chunks,
                 "codec": case.codec if case.dtype != "fp64" else "none",
                 "topology": case.topology and list(case.topology),
+                **PLACEMENTS[case.placement],
             },
             "pipeline": {
                 "schedule": case.schedule,
@@ -243,6 +248,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "offload_folder": tempfile.gettempdir(),
                 "post_validation": case.post_validation,
             },
+            "log": {"peak_tflops": SLOW} if case.placement == "shadows" else {},
             "train": {
                 "steps": case.steps,
                 "sequence_length": case.sequence,
@@ -374,6 +380,7 @@ def plain(case: Case) -> Case:
         expert_chunks=1,
         codec="none",
         topology=None,
+        placement="static",
         chunks=None,
         m=case.m * case.dp,
         schedule="1f1b",

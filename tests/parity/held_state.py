@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -69,8 +70,9 @@ def _weights(step: TrainStep) -> Iterator[Held]:
 
 
 def _of_routers(step: TrainStep) -> Iterator[Held]:
-    """What routers keep, which the first rank writes."""
-    for piece in step.routing.pieces() if step.mesh.rank == 0 else ():
+    """What routers keep, and by what copies of experts were chosen, which the first rank writes."""
+    beside = chain(step.routing.pieces(), step.maps.pieces())
+    for piece in beside if step.mesh.rank == 0 else ():
         yield _whole(piece.name, piece.tensor, "own")
     layers = [layer for module in step.modules.values() for layer in module.modules()]
     for layer in layers:

@@ -81,6 +81,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     ],
     "dispatch": [("all_to_all", None), ("all_gather", None), ("hierarchical", 2), ("fetch", None)],
     "expert_chunks": [1, 3],
+    "placement": ["static", "changing"],
     "codec": ["none", "bf16", "int8"],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [
@@ -132,6 +133,7 @@ PLAIN_SHARE = {
     "moe": 0.9,
     "dispatch": 0.9,
     "expert_chunks": 0.9,
+    "placement": 0.9,
     "codec": 0.9,
     "lora": 0.9,
     "compile": 0.95,
@@ -218,6 +220,8 @@ def _can_be_adapted(c: Mapping[str, Any]) -> bool:
 def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     """Whether tokens go to experts of other ranks, which are enough for the form."""
     (moe, ep, etp), (dispatch, node), chunks = c["moe"], c["dispatch"], c["expert_chunks"]
+    if c["placement"] != "static" and not _can_have_copies(c):
+        return False
     if c["codec"] != "none" and (dispatch == "fetch" or c["dtype"] != "fp64"):
         return False  # in a narrow type what is rounded to which step is decided by other roundings
     if ep * etp == 1:
@@ -225,6 +229,12 @@ def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     experts = MOE[moe]["experts"]
     fewest = min(experts) if isinstance(experts, list) else experts
     return chunks <= fewest // ep and (node is None or node < ep * etp)
+
+
+def _can_have_copies(c: Mapping[str, Any]) -> bool:
+    """Whether other ranks have experts, whose weights and gradients are whole in time."""
+    whole = c["zero"] < 3 and not c["post_validation"] and c["lora"] is None
+    return whole and c["moe"][1] > 1 and c["dispatch"][0] != "fetch"
 
 
 def _can_be_undone(c: Mapping[str, Any]) -> bool:
@@ -261,7 +271,7 @@ def fit(rng: random.Random, choice: Choice, given: Mapping[str, Any]) -> Choice:
     if "codec" in given and choice["codec"] != "none" and "dtype" not in given:
         choice["dtype"] = "fp64"
     if not _can_be_dispatched(choice):
-        about_rows = "dispatch", "expert_chunks", "codec"
+        about_rows = "dispatch", "expert_chunks", "codec", "placement"
         if "moe" not in given and not given.keys().isdisjoint(about_rows):
             of = [moe for moe in DIMENSIONS["moe"] if _can_be_dispatched(choice | {"moe": moe})]
             choice["moe"] = rng.choice(of or [choice["moe"]])

@@ -231,3 +231,11 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "some": {"rank": 2, "targets": ["attention.q", "attention.v", "mlp.down"]},
     "heads together": {"rank": 5, "targets": ["attention.qkv", "attention.out"]},
 }
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "static": {},
+    "changing": {"policy": "balance", "slots": 2, "replan": 1},
+    "one slot": {"policy": "balance", "slots": 1, "replan": 1},
+    "every second step": {"policy": "balance", "slots": 2, "replan": 2},
+    "shadows": {"policy": "shadow", "slots": 2, "replan": 1},
+}
+"""Which ranks have which experts."""

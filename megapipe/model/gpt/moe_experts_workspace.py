@@ -76,6 +76,8 @@ class ExpertsWorkspace:
             )
             for first, last in pairwise(edges(of_each, dispatch.chunks))
         ]
+        if slots := dispatch.slots:  # rows of copies would be others' here
+            chunks.append(Chunk(experts=slots, own=0, here=0, matrices=0))
         return Ways(
             chunks,
             etp=sizes.etp,

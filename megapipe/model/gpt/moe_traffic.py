@@ -49,12 +49,14 @@ def rows_traffic(
     again: bool,
 ) -> Iterator[TokenTraffic]:
     """Tokens on their way to their experts and back, of a rank's part of a piece, none dropped. In
-    a run for the graph alone outputs do not come back."""
+    a run for the graph alone outputs do not come back. With slots for copies of experts these are
+    counted as a chunk more, which they are where a rank has some."""
     moe = model.moe
     layers = sum(map(moe.has_experts, stage.layers))
     repeated, without_outputs = _run_again(model, stage, spans, again=again)
     runs = layers + len(repeated)
     tokens = rows * length // (given.cp * given.tp)
+    chunks = given.expert_chunks + (given.slots > 0)
     row = wire_bytes(given.codec, model.hidden, DTYPE_BYTES[model.dtype])
     weight = high_bytes(model)
     if given.dispatch == "all_gather":
@@ -75,7 +77,7 @@ def rows_traffic(
         ("I", ins[0] + 2 * layers, ins[1] + layers * (row + weight)),
     ):
         for hop in hops:
-            yield TokenTraffic(hop, "all_to_all", what, calls * given.expert_chunks, sent * each)
+            yield TokenTraffic(hop, "all_to_all", what, calls * chunks, sent * each)
 
 
 def matrices_traffic(

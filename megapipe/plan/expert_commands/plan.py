@@ -4,7 +4,7 @@ mean, with experts as a run begins and with the maps of the policy; the copies o
 together; how many experts have moved; and per step what the busiest rank sends or receives for it
 and how long that takes. Each recorded step is computed with the map for which the recorded step
 before it is the reason. The configuration is the run's (config.yaml in its folder), with keys that
-are given; training has no such policies yet.
+are given. Training has shadow and balance (experts.policy).
 
 example: experts.py plan runs/quickstart_moe parallel.ep=2 --slots 1 -o pool.json
 """

@@ -22,6 +22,7 @@ from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
 from megapipe.testing import World, run_world
+from megapipe.train.expert_maps import ExpertMaps
 from megapipe.train.routing_state import RoutingState
 from megapipe.train.step import TrainStep
 from megapipe.train.totals import Totals
@@ -179,7 +180,8 @@ def test_gradients_are_clipped_by_the_global_norm(clip: float | None, active: bo
     optimizer, bucket = alone(clip=clip)
     given = bucket.grads[0].clone()
     scaler, numbers = LossScaler(optimizer.config, "bf16"), NumbersConfig()
-    update = Update(optimizer.config, optimizer, scaler, RoutingState({}), 1, numbers, exact=True)
+    kept = RoutingState({}), ExpertMaps({})
+    update = Update(optimizer.config, optimizer, scaler, *kept, 1, numbers, exact=True)
     totals = Totals(tuple(reduced(optimizer).tolist()), 0.0, 1)
     assert totals.norm == pytest.approx(given.double().norm().item(), rel=1e-12)
     optimizer.update(1e-3, update.clipping(totals.norm))

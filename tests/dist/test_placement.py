@@ -1,0 +1,273 @@
+"""Copies of experts on other ranks, in training: all that is computed is that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from megapipe.distributed import collectives
+from megapipe.distributed.axis import Axis
+from megapipe.experts.map import ExpertMap
+from megapipe.layers import expert_hops, expert_places
+from megapipe.layers.expert_places import ExpertPlaces
+from megapipe.plan.expert_placement import Policy
+from megapipe.plan.memory import model_memory
+from megapipe.plan.traffic import step_traffic
+from megapipe.testing import World, run_world
+from megapipe.train import expert_maps
+from megapipe.train.step import TrainStep
+from tests.parity.cases import Rows
+from tests.parity.faults import outcomes_of_faults
+from tests.parity.placement_faults import COPIED, FAULTS, run_faults
+from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
+from tests.parity.stopped_runs import STEPS, Play, assert_continues, run
+
+Copies = tuple[tuple[int, ...], ...]
+TENSOR = replace(COPIED, dp=1, tp=2, sequence_parallel=True, moe="groups", m=3)
+CONTEXT = replace(COPIED, dp=1, cp=2, activations="full", placement="one slot", expert_chunks=2)
+COPIES_OF_COPIES = replace(COPIED, dp=4)
+BOTH = replace(
+    COPIES_OF_COPIES,
+    dp=2,
+    tp=2,
+    etp=2,
+    sequence_parallel=True,
+    moe="capacity, choice",
+    dispatch="hierarchical",
+    node=2,
+    expert_chunks=2,
+)
+SPLIT = Case(
+    pp=2,
+    dp=2,
+    ep=2,
+    moe="shared, gated",
+    schedule="zb_h1",
+    m=3,
+    zero=2,
+    placement="changing",
+    steps=3,
+)
+SMALL = [
+    COPIED,
+    replace(COPIED, placement="shadows", dispatch="all_gather", expert_chunks=2, model="gpt2"),
+    TENSOR,
+    CONTEXT,
+    replace(COPIED, zero=0, placement="every second step", look_ahead=2, steps=4),
+    replace(COPIED, zero=2, activations="experts again", codec="int8", moe="step"),
+    replace(COPIED, pp=2, in_process=True, schedule="interleaved_1f1b", chunks=2, layers=4),
+    replace(COPIED, dtype="bf16"),
+]
+LARGE = [
+    *(replace(COPIES_OF_COPIES, zero=zero) for zero in (0, 1, 2)),
+    replace(COPIES_OF_COPIES, zero=2, shard_size=1, clip=None),
+    replace(COPIES_OF_COPIES, ep=4, placement="shadows", dispatch="hierarchical", node=2),
+    replace(COPIES_OF_COPIES, ep=4, moe="pyramid, biased", layers=3, model="gpt2"),
+    BOTH,
+    SPLIT,
+    replace(SPLIT, schedule="chimera", m=4, tied=False, zero=1),
+    replace(SPLIT, schedule="interleaved_1f1b", chunks=2, m=2, expert_chunks=2, layers=4),
+]
+
+
+def run_watched(world: World, cases: list[Case]) -> list[tuple[Outcome, list[Copies]]]:
+    """Of each case what a rank saw, and the copies of all maps that it has taken over."""
+    found = []
+    for case in cases:
+        taken: list[Copies] = []
+        with watching(taken):
+            found.append((run_case(world, case), taken))
+    return found
+
+
+@contextmanager
+def watching(taken: list[Copies]) -> Iterator[None]:
+    take = ExpertPlaces.take
+
+    def spy(self: ExpertPlaces, after: ExpertMap) -> None:
+        taken.append(after.copies)
+        take(self, after)
+
+    with mock.patch.object(ExpertPlaces, "take", spy):
+        yield
+
+
+def check(cases: list[Case]) -> None:
+    """All is as the reference computes it, and there were copies, not always the same."""
+    results = run_world(cases[0].world, run_watched, cases, timeout_s=60 + 15 * len(cases))
+    for case, ranks in zip(cases, zip(*results, strict=True), strict=True):
+        try:
+            check_case(case, [outcome for outcome, _ in ranks])
+        except AssertionError as error:
+            raise AssertionError(f"{case.name}: {error}") from None
+        for _, taken in ranks:
+            assert any(any(copies) for copies in taken), f"{case.name}: no copies"
+        assert len({copies for _, taken in ranks for copies in taken}) > 1 or (
+            case.placement == "shadows"
+        ), f"{case.name}: always the same"
+
+
+def test_copies_change_no_result() -> None:
+    check(SMALL[:2])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
+def test_copies_change_no_result_in_more_layouts(world: int) -> None:
+    check(SMALL[2:] if world == 2 else LARGE)
+
+
+GIVEN = [[3], [], [0, 1], []]
+"""Copies of four experts on four ranks, two of which have none."""
+
+
+def given(node: int) -> Policy:
+    """A policy of these copies, if there are so many ranks; else of an expert on each of two."""
+    return lambda present, rows, totals: present.with_copies(
+        GIVEN if present.ranks == 4 else [[2], [0]]
+    )
+
+
+@contextmanager
+def copies_given() -> Iterator[None]:
+    with mock.patch.object(expert_maps, "by_balance", given):
+        yield
+
+
+def run_given(world: World, case: Case) -> Outcome:
+    with copies_given():
+        return run_case(world, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(COPIED, id="two ranks"),
+        pytest.param(replace(COPIED, dp=4, ep=4), id="some without", marks=pytest.mark.full),
+    ],
+)
+def test_an_expert_on_two_ranks_equals_one(case: Case) -> None:
+    """Row 7.06."""
+    check_case(case, run_world(case.world, run_given, case))
+
+
+class Exchange(NamedTuple):
+    ranks: tuple[int, ...]
+    what: str
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    bytes: int
+    """Sent."""
+
+
+@contextmanager
+def exchanged(found: list[Exchange]) -> Iterator[None]:
+    """Record all-to-alls: of rows, and of copies."""
+    begin = collectives.start_all_to_all
+
+    def spied(what: str) -> Any:
+        def spy(tensor: Tensor, axis: Axis, sends: list[int], receives: list[int]) -> Any:
+            lengths = tuple(sends), tuple(receives)
+            found.append(Exchange(axis.ranks, what, *lengths, tensor.nbytes))
+            return begin(tensor, axis, sends, receives)
+
+        return spy
+
+    with (
+        mock.patch.object(expert_hops, "start_all_to_all", spied("rows")),
+        mock.patch.object(expert_places, "start_all_to_all", spied("copies")),
+    ):
+        yield
+
+
+def run_exchanges(world: World, case: Case) -> tuple[list[Exchange], int]:
+    """Of the second step, which has copies, and the weights that there is memory for."""
+    config, layout = configure(case)
+    with copies_given():
+        step = TrainStep(config, layout, world.mesh(case.grid))
+        step.train(0, Rows(case))
+        found: list[Exchange] = []
+        with exchanged(found):
+            step.train(1, Rows(case))
+    held = sum(shard.bucket.weights.nbytes for shard in step.optimizer.shards)
+    for places in step.maps.places.values():
+        held += sum(weights.nbytes for weights in places._weights.values())
+    return found, held
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("etp", [1, 2])
+def test_all_members_of_a_group_exchange_in_one_order_also_without_copies(etp: int) -> None:
+    case = replace(COPIED, dp=2, tp=2, sequence_parallel=True, ep=4 // etp, etp=etp, zero=1)
+    of_ranks = [found for found, _ in run_world(4, run_exchanges, case)]
+    for together in zip(*of_ranks, strict=True):
+        assert len({(e.ranks, e.what) for e in together}) == 1
+        received = [e.receives for e in together]
+        assert list(zip(*(e.sends for e in together), strict=True)) == received
+    of_copies = [[e for e in found if e.what == "copies"] for found in of_ranks]
+    assert {len(found) for found in of_copies} == {2 * case.layers}, "weights and gradients"
+    if etp == 1:
+        nothing = [e for e in of_copies[1] if not any(e.receives)]
+        assert len(nothing) == case.layers, "a rank without copies gets gradients alone"
+
+
+def test_bytes_of_copies_are_those_of_the_plan_where_slots_are_full() -> None:
+    """Two ranks with one slot each, which both fill with an expert of the other."""
+    case = replace(COPIED, placement="one slot")
+    config, layout = configure(case)
+    planned = [e for e in step_traffic(config, layout, 0) if "copies" in e.what]
+    assert [(e.axis, e.members, e.count) for e in planned] == [("ep", 2, 2)] * 2
+    rows = [e for e in step_traffic(config, layout, 0) if e.what in ("F", "I")]
+    for found, held in run_world(2, run_exchanges, case):
+        of_copies = [e for e in found if e.what == "copies"]
+        assert sum(e.bytes for e in of_copies) == sum(e.bytes for e in planned)
+        assert sum(e.wire for e in planned) == sum(e.bytes for e in planned)
+        assert len(found) - len(of_copies) == sum(e.count for e in rows)
+        assert held == model_memory(config, layout, 0).parameters
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dispatch", ["all_to_all", "hierarchical"])
+def test_a_resumed_run_has_the_copies_of_the_one_that_was_stopped(
+    tmp_path: Path, dispatch: str
+) -> None:
+    """Bitwise, also where copies were chosen steps before the checkpoint."""
+    base = {
+        "model.layers": "2",
+        "model.moe.experts": "8",
+        "parallel.dp": "4",
+        "parallel.ep": "4",
+        "experts.dispatch": dispatch,
+        "experts.policy": "balance",
+        "experts.slots": "2",
+        "experts.replan": "3",
+        "checkpoint.every": "2",
+    } | ({"experts.node": "2"} if dispatch == "hierarchical" else {})
+    plays = [Play("part", base, stop_after=stop) for stop in (4, 6, None)]
+    whole, *resumed = run(tmp_path, Play("whole", base), *plays)
+    assert [part[0]["first_step"] for part in resumed] == [0, 4, 6]
+    assert sorted(resumed[-1][0]["steps"]) == list(range(7, STEPS + 1))
+    assert_continues(resumed[-1], whole)
+    static = {key: value for key, value in base.items() if not key.startswith("experts.")}
+    (without,) = run(tmp_path, Play("without", static))
+    for step, result in without[0]["steps"].items():
+        assert result.loss == pytest.approx(whole[0]["steps"][step].loss, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
+    with pytest.raises(AssertionError, match=r"difference is|two ranks own it"):
+        check_case(FAULTS[fault], outcomes[fault.__name__])

@@ -1,0 +1,139 @@
+"""Faults of copies of experts, seeded one at a time: parity has to notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from megapipe.layers.expert_places import ExpertPlaces
+from megapipe.layers.experts import _ExpertsFunction
+from megapipe.layers.weight_grad import main_grad
+from megapipe.optim.optimizer import Optimizer
+from megapipe.testing import World
+from tests.parity.cases import Case
+from tests.parity.faults import Patch, run_of_size
+
+COPIED = Case(
+    dp=2, ep=2, moe="top 2", masked=0.3, layers=2, placement="changing", steps=3, model="llama"
+)
+STAYING = replace(COPIED, placement="every second step", steps=4)
+
+
+def gradients_of_copies_are_lost() -> Patch:
+    return mock.patch.object(ExpertPlaces, "add")
+
+
+def gradients_of_copies_are_added_twice() -> Patch:
+    add = ExpertPlaces.add
+
+    def wrong(self: ExpertPlaces, received: Tensor) -> None:
+        add(self, received)
+        add(self, received)
+
+    return mock.patch.object(ExpertPlaces, "add", wrong)
+
+
+def gradients_of_copies_are_those_of_earlier_steps_too() -> Patch:
+    return mock.patch.object(ExpertPlaces, "zero_grad")
+
+
+def gradients_of_the_owner_s_own_rows_are_lost() -> Patch:
+    def wrong(self: ExpertPlaces, received: Tensor) -> None:
+        owned = [expert for own in self._leaving() for expert in own]
+        for number, tensors in self._parts(received, owned):
+            for parameter, values in zip(self._parameters, tensors, strict=True):
+                main_grad(parameter)[number].copy_(values)
+
+    return mock.patch.object(ExpertPlaces, "add", wrong)
+
+
+def weights_of_copies_are_one_step_old() -> Patch:
+    """None leave after an update, unless other copies are chosen after it."""
+    return mock.patch.object(Optimizer, "_copies_are_old")
+
+
+def weights_of_copies_leave_before_the_update() -> Patch:
+    """Other copies than before are sent the weights that were there when the last ones left."""
+    begin = ExpertPlaces.begin
+
+    def wrong(self: ExpertPlaces) -> None:
+        if not self.copies or self._current:
+            return
+        now = [p.detach().clone() for p in self._parameters]
+        before, self.before = getattr(self, "before", now), now  # type: ignore[attr-defined]
+        parameters = self._parameters
+        self._parameters = [Parameter(values) for values in before]
+        begin(self)
+        self._parameters = parameters
+
+    return mock.patch.object(ExpertPlaces, "begin", wrong)
+
+
+def slots_in_i_are_those_of_another_map() -> Patch:
+    backward, weights = _ExpertsFunction.backward, ExpertPlaces.weights
+    later = [False]
+
+    def wrong(ctx: Any, grad: Tensor) -> Any:
+        later[0] = True
+        try:
+            return backward(ctx, grad)
+        finally:
+            later[0] = False
+
+    def of_slots(self: ExpertPlaces, parameter: Parameter) -> Tensor:
+        found = weights(self, parameter)
+        return found.roll(1, 0) if later[0] else found
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(_ExpertsFunction, "backward", staticmethod(wrong)))
+    stack.enter_context(mock.patch.object(ExpertPlaces, "weights", of_slots))
+    return stack
+
+
+def copies_are_counted_in_the_norm() -> Patch:
+    finish = Optimizer.finish_reduce
+
+    def wrong(self: Optimizer, loss_scale: float = 1.0) -> Tensor:
+        squares = finish(self, loss_scale)
+        for stage, of_stage in self._places.items():
+            for places in of_stage:
+                squares[stage] += sum(grad.square().sum() for grad in places._grads.values())
+        return squares
+
+    return mock.patch.object(Optimizer, "finish_reduce", wrong)
+
+
+def copies_send_their_gradients_after_the_reduction() -> Patch:
+    finish, home = Optimizer.finish_reduce, Optimizer._bring_home
+
+    def wrong(self: Optimizer, loss_scale: float = 1.0) -> Tensor:
+        with mock.patch.object(Optimizer, "_bring_home"):
+            squares = finish(self, loss_scale)
+        home(self)
+        return squares
+
+    return mock.patch.object(Optimizer, "finish_reduce", wrong)
+
+
+FAULTS: dict[Callable[[], Patch], Case] = {
+    gradients_of_copies_are_lost: COPIED,
+    gradients_of_copies_are_added_twice: COPIED,
+    gradients_of_copies_are_those_of_earlier_steps_too: COPIED,
+    gradients_of_the_owner_s_own_rows_are_lost: COPIED,
+    weights_of_copies_are_one_step_old: STAYING,
+    weights_of_copies_leave_before_the_update: COPIED,
+    slots_in_i_are_those_of_another_map: COPIED,
+    copies_are_counted_in_the_norm: COPIED,
+    copies_send_their_gradients_after_the_reduction: replace(COPIED, dp=4, zero=1),
+}
+
+
+def run_faults(world: World) -> list[tuple[str, Any]]:
+    """Every fault whose case has this world's size."""
+    return run_of_size(world, FAULTS)

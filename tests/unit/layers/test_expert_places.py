@@ -1,0 +1,184 @@
+"""Places of experts on ranks: which rows go where, and what copies of experts exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.collectives import Wait
+from megapipe.experts.map import ExpertMap
+from megapipe.layers import expert_places
+from megapipe.layers.expert_chunks import chunks_of
+from megapipe.layers.expert_places import ExpertPlaces
+from megapipe.layers.expert_rows import Rows
+from megapipe.layers.weight_grad import main_grad
+
+COPIES = ((2,), (0, 1))
+"""On two ranks that own experts 0 and 1, and 2 and 3."""
+
+
+@dataclass
+class Exchanges:
+    """All-to-alls of ranks that are all in this process: what a rank gets is there when it waits,
+    all having sent."""
+
+    ranks: int
+    sent: list[dict[int, Sequence[Tensor]]] = field(default_factory=list)
+    """Of each exchange what a rank has sent, by rank."""
+    begun: dict[int, int] = field(default_factory=dict)
+
+    def start(
+        self, tensor: Tensor, axis: Axis, sends: list[int], receives: list[int]
+    ) -> tuple[Tensor, Wait]:
+        number = self.begun[axis.index] = self.begun.get(axis.index, -1) + 1
+        if number == len(self.sent):
+            self.sent.append({})
+        self.sent[number][axis.index] = tensor.clone().split(sends)
+        received = tensor.new_empty(sum(receives))
+
+        def wait() -> None:
+            parts = [self.sent[number][rank][axis.index] for rank in range(self.ranks)]
+            assert [len(part) for part in parts] == receives
+            received.copy_(torch.cat(parts))
+
+        return received, wait
+
+
+def parameter(name: str, values: Tensor) -> Parameter:
+    found = Parameter(values)
+    cast(Any, found).main_grad = torch.zeros_like(values)
+    cast(Any, found).spec = SimpleNamespace(name=name)
+    return found
+
+
+def ranks_with(copies: tuple[tuple[int, ...], ...], etp: int = 1) -> list[ExpertPlaces]:
+    """Of four experts. Each part of expert e has the weights 10 e + part and the bias -e."""
+    present, members = ExpertMap.even(4, len(copies), 2), len(copies) * etp
+    found = []
+    for index in range(members):
+        rank, part = divmod(index, etp)
+        own = torch.tensor(present.owned(rank), dtype=torch.float32)
+        up = parameter("up", (10 * own + part).view(-1, 1, 1).repeat(1, 2, 3))
+        bias = parameter("bias", -own.view(-1, 1).repeat(1, 2))
+        axis = Axis(members, index, tuple(range(members)), None)
+        found.append(ExpertPlaces([up, bias], axis, etp, present, len(copies)))
+        found[-1].take(present.with_copies(copies))
+    return found
+
+
+def test_rows_go_to_the_own_rank_if_it_has_the_expert() -> None:
+    first, second = ranks_with(COPIES)
+    choice = torch.tensor([[0, 1], [2, 3], [~0, ~3]], dtype=torch.int16)
+    assert first.number == 8
+    assert first.placed(choice).tolist() == [[0, 1], [2, 5], [~0, ~3]]
+    assert second.placed(choice).tolist() == [[6, 7], [4, 5], [~0, ~3]]
+    assert first.placed(choice).dtype == torch.int16
+
+
+def test_without_copies_places_are_experts() -> None:
+    places, _ = ranks_with(((), ()))
+    choice = torch.tensor([[0, 3], [~1, 2]], dtype=torch.int16)
+    assert places.placed(choice) is choice
+    assert (places.number, places.copies) == (4, 0)
+    assert places.start_home() is None
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_copies_get_weights_and_give_gradients(etp: int) -> None:
+    ranks = ranks_with(COPIES, etp)
+    exchanges = Exchanges(len(ranks))
+    with mock.patch.object(expert_places, "start_all_to_all", exchanges.start):
+        for places in ranks:
+            places.begin()
+            places.begin()
+        assert len(exchanges.sent) == 1, "weights that have not changed leave once"
+        for index, places in enumerate(ranks):
+            rank, part = divmod(index, etp)
+            up, bias = (places.weights(p) for p in places._parameters)
+            own = COPIES[rank]
+            assert up[: len(own)].tolist() == [[[10.0 * e + part] * 3] * 2 for e in own]
+            assert bias[: len(own)].tolist() == [[-float(e)] * 2 for e in own]
+            assert not up[len(own) :].any(), "an empty slot"
+        for places in ranks:
+            for p in places._parameters:
+                for number, grad in enumerate(places.main_grads(p)):
+                    grad.fill_(10.0**number)
+        begun = [places.start_home() for places in ranks]
+        for places, coming in zip(ranks, begun, strict=True):
+            assert coming is not None
+            received, wait = coming
+            wait()
+            places.add(received)
+    for index, places in enumerate(ranks):
+        wanted = [[101.0, 1010.0], [101.0, 10.0]][index // etp]
+        for p in places._parameters:
+            of_experts = main_grad(p).flatten(1)
+            assert of_experts.tolist() == [[w] * of_experts.shape[1] for w in wanted]
+        places.zero_grad()
+        for p in places._parameters:
+            assert not any(grad.any() for grad in places.main_grads(p)[2:])
+
+
+def test_gradients_are_added_by_rank() -> None:
+    """The owner's own first, then those of the ranks with copies: (1 + 2^-53) + 2^-53 is 1."""
+    present, given = ExpertMap.even(3, 3, 1), (1.0, 2.0**-53, 2.0**-53)
+    ranks = []
+    for rank, grad in enumerate(given):
+        own = parameter("up", torch.zeros(1, 1, 1, dtype=torch.float64))
+        ranks.append(ExpertPlaces([own], Axis(3, rank, (0, 1, 2), None), 1, present, 3))
+        ranks[-1].take(present.with_copies([[], [0], [0]]))
+        ranks[-1].main_grads(own)[1 if rank else 0].fill_(grad)
+    exchanges = Exchanges(3)
+    with mock.patch.object(expert_places, "start_all_to_all", exchanges.start):
+        coming, *_ = [places.start_home() for places in ranks]
+        assert coming is not None
+        received, wait = coming
+        wait()
+        ranks[0].add(received)
+    assert main_grad(ranks[0]._parameters[0]).item() == 1.0
+
+
+def test_changed_weights_leave_again() -> None:
+    ranks = ranks_with(COPIES)
+    exchanges = Exchanges(2)
+    with mock.patch.object(expert_places, "start_all_to_all", exchanges.start):
+        for number in range(2):
+            for places in ranks:
+                places.begin()
+            found = [places.weights(places._parameters[0])[0].unique() for places in ranks]
+            assert torch.cat(found).tolist() == [20 + number, number]
+            for places in ranks:
+                places.changed()
+                places._parameters[0].data.add_(1)
+        assert len(exchanges.sent) == 2
+
+
+def test_copies_are_a_chunk_of_their_own() -> None:
+    """Of two ranks with three of six experts and a copy each: places 3 and 7."""
+    counts = [[2, 0, 1, 4, 3, 1, 0, 0], [0, 1, 2, 0, 0, 4, 1, 5]]
+    first = chunks_of(counts, 0, 1, 2, 1)
+    assert [c.experts for c in first] == [slice(0, 2), slice(2, 3), slice(3, 4)]
+    assert [[c.moved(0, member) for member in (0, 1)] for c in first] == [[2, 4], [1, 0], [4, 0]]
+    assert [c.own for c in first] == [slice(0, 6), slice(6, 7), slice(7, 11)]
+    assert [(c.here, c.ends) for c in first] == [
+        (slice(0, 3), [2, 3]),
+        (slice(3, 6), [3]),
+        (slice(6, 10), [4]),
+    ]
+
+
+def test_rows_of_copies_come_last() -> None:
+    """Two ranks with two experts and a copy each, and no chunks: places 2 and 5 are of copies."""
+    choice = torch.tensor([[2, 0], [5, ~2], [4, 1], [~1, 3]], dtype=torch.int16)
+    rows = Rows.of(choice, 6, 3, 1, 1)
+    assert rows.order[:6].tolist() == [1, 5, 7, 4, 0, 2]
+    assert rows.slots.tolist() == [[4, 0], [5, 6], [3, 1], [6, 2]]

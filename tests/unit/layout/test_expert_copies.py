@@ -1,0 +1,121 @@
+"""Copies of experts on other ranks: what is refused, and ranks of a node."""
+
+import pytest
+
+from megapipe.cli import parse
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.experts_config import ExpertsConfig
+from megapipe.layout.expert_copies import ranks_of_a_node
+from megapipe.layout.resolve import resolve
+
+BASE = ("model.hidden=64", "model.heads=8", "model.vocab_size=512", "train.global_batch=192")
+SPLIT = ("model.moe.experts=8", "parallel.dp=4", "parallel.ep=4")
+BALANCE = ("experts.policy=balance", "experts.slots=2")
+
+
+def plan(*overrides: str, world: int | None = None) -> Config:
+    return resolve(parse([*BASE, *overrides]).config, world, None)[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (BALANCE, "experts.policy=balance has no effect without model.moe.experts: expected none"),
+        (
+            ("model.moe.experts=8", *BALANCE),
+            "experts.policy=balance has no effect without parallel.ep above 1: expected none",
+        ),
+        (
+            (*SPLIT, "parallel.ep=1", "parallel.etp=2", *BALANCE),
+            "experts.policy=balance has nothing to hold with parallel.ep=1, where each rank has",
+        ),
+        (
+            (*SPLIT, "experts.slots=2"),
+            "experts.slots=2 has no effect without experts.policy=shadow or balance: expected 0",
+        ),
+        (
+            (*SPLIT, "experts.replan=3"),
+            "experts.replan=3 has no effect without experts.policy=shadow or balance: expected 10",
+        ),
+        (
+            (*SPLIT, "experts.policy=balance"),
+            "experts.policy=balance has no room for copies: expected none, or experts.slots=1",
+        ),
+        (
+            (*SPLIT, *BALANCE, "experts.slots=7"),
+            "experts.slots=7 is more than the 6 experts that other ranks have of model.moe.exp",
+        ),
+        (
+            (*SPLIT, *BALANCE, "model.moe.experts=[8,4,8,16]", "experts.slots=4"),
+            "than the 3 experts that other ranks have of model.moe.experts=[8, 4, 8, 16] (4 in lay",
+        ),
+        (
+            (*SPLIT, *BALANCE, "experts.dispatch=fetch"),
+            "experts.policy=balance has nothing to hold with experts.dispatch=fetch, by which all",
+        ),
+        (
+            (*SPLIT, *BALANCE, "optimizer.zero=3"),
+            "optimizer.zero=3 keeps none: expected none, or zero of 2 at most",
+        ),
+        (
+            (*SPLIT, *BALANCE, "optimizer.post_validation=true", "parallel.pp=2"),
+            "optimizer.post_validation=true does not wait for: expected none, or false",
+        ),
+        (
+            (*SPLIT, *BALANCE, "lora.rank=2"),
+            "lora.rank=2 leaves them as they are: expected none, or null",
+        ),
+        (
+            (*SPLIT, "experts.policy=shadow", "experts.slots=1", "parallel.device=cpu"),
+            "experts.policy=shadow goes by the speed of the device, which is not known: set log.",
+        ),
+        ((*SPLIT, *BALANCE, "experts.slots=-1"), "experts.slots=-1: expected"),
+        ((*SPLIT, *BALANCE, "experts.replan=0"), "experts.replan=0: expected"),
+    ],
+)
+def test_copies_that_are_refused(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(*overrides)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_places_than_choices_can_name_are_refused() -> None:
+    """They are int16."""
+    many = ("model.moe.experts=20000", "experts.slots=4000", "model.moe.ffn=8")
+    with pytest.raises(ConfigError, match="36,000 places on parallel"):
+        plan(*SPLIT, *BALANCE, *many)
+
+
+def test_with_copies_auto_does_not_fetch() -> None:
+    """By which all ranks would get all experts."""
+    sizes = ("model.moe.ffn=24", "model.bias=false", "train.microbatch=24")
+    given = (*SPLIT, *sizes, "experts.dispatch=auto")
+    assert plan(*given).experts.dispatch == "fetch"
+    assert plan(*given, *BALANCE).experts.dispatch == "all_to_all"
+
+
+def test_another_layout_with_all_experts_on_each_rank_has_no_copies() -> None:
+    others = ("parallel.layouts.half.dp=2", "parallel.layouts.half.ep=1")
+    inner = ("parallel.layouts.part.dp=1", "parallel.layouts.part.ep=1")
+    given = (*SPLIT, *BALANCE, *others)
+    assert plan(*given, world=4).experts.slots == 2
+    assert plan(*given, world=2).experts == ExpertsConfig()
+    parts = (*SPLIT, *BALANCE, "parallel.dp=8", "parallel.etp=2", *inner, "experts.chunks=2")
+    of_parts = (*parts, "parallel.layouts.part.dp=2")
+    assert plan(*of_parts, world=2).experts == ExpertsConfig(chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "node"),
+    [
+        ((), 4),
+        (("parallel.per_node=2",), 2),
+        (("parallel.per_node=3",), 4),
+        (("parallel.dp=8", "parallel.etp=2", "parallel.per_node=4"), 2),
+        (("experts.dispatch=hierarchical", "experts.node=2"), 2),
+    ],
+)
+def test_a_group_is_of_whole_nodes_or_all_of_one(keys: tuple[str, ...], node: int) -> None:
+    assert ranks_of_a_node(plan(*SPLIT, *keys)) == node

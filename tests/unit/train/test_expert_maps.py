@@ -1,0 +1,84 @@
+"""Maps of experts that follow the choices of a step, by themselves."""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import pytest
+
+from megapipe.experts.map import ExpertMap
+from megapipe.experts.rows import evenly
+from megapipe.experts.shadow import Times
+from megapipe.layers.expert_places import ExpertPlaces
+from megapipe.plan.expert_placement import by_balance, by_shadows
+from megapipe.train.expert_maps import ExpertMaps
+from tests.parity.held_models import HeldWeights
+
+EXPERTS = {1: 4, 3: 4}
+SKEWED = [8.0, 8.0, 1.0, 0.0, *(9, 1, 1, 1), 8.0, 9.0, 1.0, 2.0, *(3, 3, 3, 3)]
+"""Four numbers of each layer, and the choices of each of its experts."""
+POLICIES = {"balance": by_balance(4), "shadow": by_shadows(Times(1, 1, 3))}
+
+
+class Taken:
+    """In the place of a layer's places: the map that it was given."""
+
+    def __init__(self) -> None:
+        self.present = ExpertMap.even(4, 2, 2)
+
+    def take(self, after: ExpertMap) -> None:
+        self.present = after
+
+
+def maps(every: int = 1, policy: str = "balance") -> ExpertMaps:
+    """Of a rank that has layer 1."""
+    places = {1: cast(ExpertPlaces, Taken())}
+    return ExpertMaps(EXPERTS, every, {1: POLICIES[policy]}, places)
+
+
+def test_copies_are_chosen_every_so_many_steps() -> None:
+    found = maps(every=3)
+    for step in range(2):
+        found.decide(step, SKEWED)
+        assert not any(found.places[1].present.copies)
+    found.decide(2, SKEWED)
+    assert found.places[1].present.copies == ((), (0,))
+    assert {layer: counts.tolist() for layer, counts in found.counts.items()} == {
+        1: [9, 1, 1, 1],
+        3: [3, 3, 3, 3],
+    }
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_they_are_saved_as_the_choices_that_they_follow_from(policy: str) -> None:
+    saved, loaded = maps(policy=policy), maps(policy=policy)
+    saved.decide(0, SKEWED)
+    assert saved.names() == [f"routing/layers.{n}.moe.copies.counts" for n in EXPERTS]
+    held = HeldWeights({piece.name: piece.tensor.clone() for piece in saved.pieces()})
+    loaded.load(held, saved.names())
+    assert loaded.places[1].present == saved.places[1].present
+    assert any(loaded.places[1].present.copies)
+    loaded.load(held)
+    assert not any(loaded.places[1].present.copies), "of a checkpoint without them"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_copies_follow_from_choices_and_from_no_earlier_copies(policy: str) -> None:
+    """So a run that goes on has those of the one that was stopped."""
+    rng, choose = random.Random(0), POLICIES[policy]
+    even, seen = ExpertMap.even(8, 4, 2), set()
+    for _ in range(20):
+        totals = [rng.randrange(50) for _ in range(8)]
+        before = even.with_copies([[], [0, 7], [1], [3, 5]])
+        found = {choose(present, evenly(totals, 4), totals) for present in (even, before)}
+        assert len(found) == 1
+        seen |= found
+    assert len(seen) > 1
+
+
+def test_where_maps_stay_nothing_is_kept() -> None:
+    found = ExpertMaps({})
+    found.decide(0, [])
+    assert not found.names()
+    assert not list(found.pieces())
