@@ -29,6 +29,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import Wait, start_all_to_all
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.rows import goals
+from megapipe.layers.expert_owners import ExpertOwners
 from megapipe.layers.parameter import spec_of
 from megapipe.layers.weight_grad import main_grad
 from megapipe.ops.transfer import to_device
@@ -36,18 +37,22 @@ from megapipe.ops.transfer import to_device
 
 class ExpertPlaces:
     """Those of a layer, of which `parameters` are the experts that this rank owns; they have their
-    storage. `ep` are the ranks with experts of the layer, of which `etp` neighbours have parts of
-    the same ones; a node has `node` times as many."""
+    storage. `owners` has the map in force, `ep` are the ranks with experts of the layer, of which
+    `etp` neighbours have parts of the same ones; a node has `node` times as many."""
 
     def __init__(
-        self, parameters: Sequence[Parameter], ep: Axis, etp: int, present: ExpertMap, node: int
+        self,
+        parameters: Sequence[Parameter],
+        owners: ExpertOwners,
+        ep: Axis,
+        etp: int,
+        node: int,
     ) -> None:
         self._parameters, self._ep, self._etp, self._node = parameters, ep, etp, node
         self._rank, self._part = divmod(ep.index, etp)
-        self.present = present
-        """The map in force."""
+        self.owners = owners
         names = [spec_of(each).name for each in parameters]
-        slots = present.slots
+        slots = self.present.slots
         weights = (p.detach().new_zeros((slots, *p.shape[1:])) for p in parameters)
         self._weights = dict(zip(names, weights, strict=True))
         """By name, [slots, ...]: those of the copies here, in the order of the map."""
@@ -61,6 +66,11 @@ class ExpertPlaces:
         self._places: Tensor | None = None
         """[experts]: numbers of the places to which rows of the tokens here go; None: each expert
         is at the place of its number."""
+
+    @property
+    def present(self) -> ExpertMap:
+        """The map in force."""
+        return self.owners.present
 
     @property
     def owned(self) -> int:
@@ -80,7 +90,7 @@ class ExpertPlaces:
     def take(self, after: ExpertMap) -> None:
         """Go on with another map, between steps. All ranks call it."""
         self.changed()
-        self.present = after
+        self.owners.present = after
         found = [self._place_of(expert) for expert in range(after.experts)]
         self._places = None
         if found != list(range(after.experts)):

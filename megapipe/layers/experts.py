@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter
 
+from megapipe.experts.map import ExpertMap
 from megapipe.layers import routing as route
 from megapipe.layers.dispatch import Coming, dispatch_of, joined, remade
 from megapipe.layers.earlier_slices import EarlierSlices, added
 from megapipe.layers.expert_chunks import Chunk
 from megapipe.layers.expert_fetch import FetchedMatrices, Holders, Home, Matrices, OwnMatrices
+from megapipe.layers.expert_owners import ExpertOwners
 from megapipe.layers.expert_places import ExpertPlaces
 from megapipe.layers.expert_rows import count_rows
 from megapipe.layers.expert_tasks import ExpertsTask, RouterTask
@@ -88,6 +90,8 @@ class Experts(nn.Module):
         """[1, experts], int64: the choices of each in the last step; spread evenly at first."""
         even = torch.ones(1, routing.experts, dtype=torch.int64)
         self.register_buffer("last", even if routing.scope == "step" else None)
+        ranks, rank = sharding.ep.size // sharding.etp, sharding.ep.index // sharding.etp
+        self.ownership = ExpertOwners(ExpertMap.even(routing.experts, ranks), rank)
         self.up, self.up_bias = self._linear(*up)
         self.down, self.down_bias = self._linear(*down)
         self.places: ExpertPlaces | None = None
@@ -96,8 +100,8 @@ class Experts(nn.Module):
     def _linear(
         self, weight: ParameterSpec, bias: ParameterSpec | None
     ) -> tuple[Parameter, Parameter | None]:
-        made = None if bias is None else new_parameter(self.sharding, bias)
-        return new_parameter(self.sharding, weight), made
+        made = None if bias is None else new_parameter(self.sharding, bias, self.ownership)
+        return new_parameter(self.sharding, weight, self.ownership), made
 
     def forward(self, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
         """With `graph_only` the output has a graph but no values."""

@@ -1,9 +1,14 @@
-"""The parameters of a rank: its regions of global tensors."""
+"""The parameters of a rank: its regions of global tensors.
+
+A rank has one region of a tensor, but of experts a few: their numbers need not be neighbours, and
+change when experts move (:mod:`megapipe.layers.expert_owners`). Whoever saves, loads or compares
+values asks :meth:`LocalParameter.placed`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, cast
@@ -12,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megapipe.checkpoint.regions import Region, intersect, whole
 from megapipe.distributed.mesh import Axis
 from megapipe.layers.dispatch import Form
+from megapipe.layers.expert_owners import ExpertOwners
 from megapipe.layers.rng import draw_normal, draw_uniform
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.weight_grad import WeightGradQueue
@@ -69,7 +76,10 @@ class LocalParameter(ParameterSpec):
     """
 
     offsets: tuple[int, ...]
+    """Where the region begins; 0 in dimension 0 of experts, whose numbers `owners` has."""
     sizes: tuple[int, ...]
+    owners: ExpertOwners | None = field(default=None, compare=False, repr=False)
+    """Of experts: which of them the rank has."""
     counted: bool = True
     """This rank counts what it owns of it in norms and writes it to checkpoints: among the tp ranks
     that hold the same values only the first does, and of experts among those of etp."""
@@ -83,27 +93,60 @@ class LocalParameter(ParameterSpec):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    def placed(self, local: Region | None = None) -> Iterator[tuple[tuple[slice, ...], Region]]:
+        """Where the global tensor has a region of this rank's, by default all of it: an index into
+        that, and the region there, one after the other. Padding is nowhere."""
+        local = local or whole(self.sizes)
+        for here, there in self._parts():
+            common = intersect(here, local)
+            if common is None:
+                continue
+            moved = Region(_added(common.offsets, there.offsets, here.offsets), common.sizes)
+            region = intersect(moved, whole(self.shape))
+            if region is not None:
+                back = _added(region.offsets, common.offsets, moved.offsets)
+                yield Region(back, region.sizes).inside(local), region
+
+    def _parts(self) -> Iterator[tuple[Region, Region]]:
+        """Regions of this rank's tensor with what they are in the global one, or beyond it."""
+        if self.owners is None:
+            yield whole(self.sizes), Region(self.offsets, self.sizes)
+            return
+        inner, start = self.offsets[1:], 0
+        for run in self.owners.runs():
+            sizes = (len(run), *self.sizes[1:])
+            yield Region((start, *(0 for _ in inner)), sizes), Region((run.start, *inner), sizes)
+            start += len(run)
+
     def initialise(self, out: Tensor, seed: int) -> None:
-        """Fill `out`, of shape `sizes`, with this region of the global initial tensor."""
+        """Fill `out`, of shape `sizes`, with this rank's part of the global initial tensor."""
+        for here, there in self._parts():
+            self._initialise(out[here.inside(whole(self.sizes))], there, seed)
+
+    def _initialise(self, out: Tensor, region: Region, seed: int) -> None:
         if self.initial is not None:
-            ends = zip(self.offsets, self.sizes, strict=True)
-            out.copy_(self.initial.tensor[tuple(slice(start, start + n) for start, n in ends)])
+            out.copy_(self.initial.tensor[region.inside(whole(self.shape))])
         elif self.bound is not None:
-            draw_uniform(out, seed, self.name, self.shape, self.offsets, self.bound)
+            draw_uniform(out, seed, self.name, self.shape, region.offsets, self.bound)
         elif self.std is None:
             out.fill_(self.fill)
         else:
-            draw_normal(out, seed, self.name, self.shape, self.offsets, self.std)
+            draw_normal(out, seed, self.name, self.shape, region.offsets, self.std)
 
 
-def local_parameter(sharding: Sharding, spec: ParameterSpec) -> LocalParameter:
-    """A parameter with the region of it that this rank holds."""
+def _added(to: tuple[int, ...], more: tuple[int, ...], less: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b - c for a, b, c in zip(to, more, less, strict=True))
+
+
+def local_parameter(
+    sharding: Sharding, spec: ParameterSpec, owners: ExpertOwners | None = None
+) -> LocalParameter:
+    """A parameter with the region of it that this rank holds; of experts `owners` says which."""
+    assert spec.experts == (owners is not None), spec.name
     tp, ep, etp = sharding.tp, sharding.ep, sharding.etp
     sizes = spec.local_shape(tp.size, ep.size // etp, etp)
     offsets = [0] * len(spec.shape)
-    part, inner = divmod(ep.index, etp)
-    if spec.experts:
-        offsets[0] = sizes[0] * part
+    inner = ep.index % etp
     if spec.inner_dim is not None:
         offsets[spec.inner_dim] = sizes[spec.inner_dim] * inner
     if spec.split_dim is not None:
@@ -113,12 +156,16 @@ def local_parameter(sharding: Sharding, spec: ParameterSpec) -> LocalParameter:
     given["heads_partial"] = spec.heads_partial and tp.size > 1
     first = inner == 0 if spec.experts else tp.index == sharding.copy == 0
     counted = spec.split or first
-    return LocalParameter(**given, offsets=tuple(offsets), sizes=sizes, counted=counted)
+    return LocalParameter(
+        **given, offsets=tuple(offsets), sizes=sizes, owners=owners, counted=counted
+    )
 
 
-def new_parameter(sharding: Sharding, spec: ParameterSpec) -> Parameter:
+def new_parameter(
+    sharding: Sharding, spec: ParameterSpec, owners: ExpertOwners | None = None
+) -> Parameter:
     """A parameter without storage yet: :mod:`megapipe.optim.buffers` gives it its place."""
-    local = local_parameter(sharding, spec)
+    local = local_parameter(sharding, spec, owners)
     parameter = Parameter(torch.empty(local.sizes, dtype=sharding.dtype, device="meta"))
     cast(Any, parameter).spec = local
     return parameter

@@ -49,7 +49,8 @@ class Held:
     def key(self) -> int:
         """A number that stands for their name, the same on all ranks; not 0."""
         spec = self.entry.spec
-        text = f"{self.kind} {spec.name} {spec.offsets} {spec.sizes} {self.start} {self.stop}"
+        regions = [tuple(region) for _, region in spec.placed()]
+        text = f"{self.kind} {spec.name} {regions} {self.start} {self.stop}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
 
     def read(self) -> Tensor:

@@ -37,8 +37,7 @@ def filled(
     def work(number: int) -> Tensor:
         spec, turn = places[number][1].spec, memory[number % len(memory)]
         values = turn[: sizes[number]].view(dtypes[number]).view(spec.sizes)
-        ends = zip(spec.offsets, spec.sizes, spec.shape, strict=True)
-        if any(offset + size > whole for offset, size, whole in ends):
+        if sum(region.numel for _, region in spec.placed()) < spec.numel:
             values.zero_()
         fill(spec, values)
         return values

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint, readers
-from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
+from megapipe.checkpoint.regions import Region, flat_regions
 from megapipe.checkpoint.storage import Place
 from megapipe.checkpoint.writer import Meta, Piece
 from megapipe.cli import flatten
@@ -162,29 +162,19 @@ def pieces(optimizer: Optimizer) -> Iterator[Piece]:
     for owned in optimizer.own_slices():
         spec = owned.spec
         for position, local in flat_regions(spec.sizes, owned.start, owned.stop):
-            placed = Region(
-                tuple(a + b for a, b in zip(local.offsets, spec.offsets, strict=True)), local.sizes
-            )
-            region = intersect(placed, whole(spec.shape))
-            if region is None:
-                continue
-            for kind, flat in owned.values.items():
-                values = flat[position : position + local.numel].view(local.sizes)
-                yield Piece(
-                    f"{kind}/{spec.name}",
-                    spec.shape,
-                    region,
-                    values[region.inside(placed)].contiguous(),
-                )
+            for inside, region in spec.placed(local):
+                for kind, flat in owned.values.items():
+                    values = flat[position : position + local.numel].view(local.sizes)
+                    yield Piece(
+                        f"{kind}/{spec.name}", spec.shape, region, values[inside].contiguous()
+                    )
 
 
 def read_region(checkpoint: Weights, kind: str, spec: LocalParameter, out: Tensor) -> None:
-    """Fill `out`, this rank's region of ``kind/name``, from a checkpoint of any layout; padding
+    """Fill `out`, this rank's part of ``kind/name``, from a checkpoint of any layout; padding
     beyond the true shape is left alone."""
-    placed = Region(spec.offsets, spec.sizes)
-    region = intersect(placed, whole(spec.shape))
-    if region is not None:
-        checkpoint.read_into(out[region.inside(placed)], f"{kind}/{spec.name}", region)
+    for inside, region in spec.placed():
+        checkpoint.read_into(out[inside], f"{kind}/{spec.name}", region)
 
 
 def files_needed(
@@ -199,8 +189,7 @@ def files_needed(
     weights = [spec for kind, spec in optimizer.loaded() if kind == "model"]
     of_older = ((kind, spec) for kind in older for spec in weights)
     for kind, spec in (*optimizer.loaded(), *of_older):
-        region = intersect(Region(spec.offsets, spec.sizes), whole(spec.shape))
-        if region is not None:
+        for _, region in spec.placed():
             files |= checkpoint.files_with(f"{kind}/{spec.name}", region)
     return files
 

@@ -20,7 +20,6 @@ from megapipe.checkpoint.regions import whole
 from megapipe.checkpoint.writer import Piece
 from megapipe.config import Config
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.experts.map import ExpertMap
 from megapipe.experts.rows import evenly
 from megapipe.layers.expert_places import ExpertPlaces
 from megapipe.layers.experts import Experts
@@ -46,9 +45,9 @@ def make_places(
 
 def _given(config: Config, layer: Experts) -> ExpertPlaces:
     """The places that a layer is given."""
-    present = ExpertMap.even(layer.routing.experts, config.parallel.ep, config.experts.slots)
-    split, node = layer.sharding, ranks_of_a_node(config)
-    layer.places = ExpertPlaces(layer.of_experts, split.ep, split.etp, present, node)
+    layer.ownership.present = replace(layer.ownership.present, slots=config.experts.slots)
+    given = layer.sharding.ep, layer.sharding.etp, ranks_of_a_node(config)
+    layer.places = ExpertPlaces(layer.of_experts, layer.ownership, *given)
     return layer.places
 
 

@@ -24,12 +24,11 @@ SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class Held(NamedTuple):
     """Values that a rank holds of a global tensor, flat: from position `start` on of the rank's
-    region, of these offsets and sizes, which may reach beyond the tensor."""
+    part, which has these indices along each dimension, and may reach beyond the tensor."""
 
     entry: str
     dtype: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    along: tuple[tuple[int, ...], ...]
     start: int
     bits: Array
     what: str
@@ -84,7 +83,8 @@ def _of_routers(step: TrainStep) -> Iterator[Held]:
 
 def _whole(name: str, values: Tensor, what: str) -> Held:
     """A tensor that is nowhere split."""
-    spec = SimpleNamespace(name=name.partition("/")[2], offsets=(0,), sizes=tuple(values.shape))
+    place = {"offsets": (0,), "sizes": tuple(values.shape), "owners": None}
+    spec = SimpleNamespace(name=name.partition("/")[2], **place)
     return _held(name.partition("/")[0], cast(Any, spec), 0, values, what)
 
 
@@ -92,7 +92,10 @@ def _held(kind: str, spec: LocalParameter, start: int, values: Tensor, what: str
     bits = values.reshape(-1).clone().view(SIGNED[values.dtype.itemsize]).numpy()
     dtype = DTYPES[values.dtype]
     bits = bits.view(BITS[dtype])
-    return Held(f"{kind}/{spec.name}", dtype, spec.offsets, spec.sizes, start, bits, what)
+    along = [tuple(range(o, o + n)) for o, n in zip(spec.offsets, spec.sizes, strict=True)]
+    if spec.owners is not None:
+        along[0] = tuple(spec.owners.present.owned(spec.owners.rank))
+    return Held(f"{kind}/{spec.name}", dtype, tuple(along), start, bits, what)
 
 
 def assert_held(ranks: Sequence[Sequence[Held]], tensors: Mapping[str, Global]) -> None:
@@ -128,8 +131,8 @@ def assert_held(ranks: Sequence[Sequence[Held]], tensors: Mapping[str, Global]) 
 def _places(shape: tuple[int, ...], part: Held) -> Array:
     """For each held value its position in the whole flat tensor, -1 for padding."""
     index, inside = np.zeros((), np.int64), np.ones((), bool)
-    for offset, size, extent in zip(part.offsets, part.sizes, shape, strict=True):
-        along = np.arange(offset, offset + size)
+    for numbers, extent in zip(part.along, shape, strict=True):
+        along = np.array(numbers, np.int64)
         index = index[..., None] * extent + along
         inside = inside[..., None] & (along < extent)
     return np.where(inside, index, -1).reshape(-1)[part.start : part.start + len(part.bits)]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
+from megapipe.checkpoint.regions import Region, flat_regions, whole
 from megapipe.layers.experts import Experts
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.optim.optimizer import Optimizer
@@ -45,21 +45,15 @@ class Outcome:
 
 def take_region(full: Tensor, spec: LocalParameter, out: Tensor) -> None:
     """Copy this rank's region of a full tensor, leaving padding alone."""
-    placed = Region(spec.offsets, spec.sizes)
-    region = intersect(placed, whole(spec.shape))
-    if region is not None:
-        out[region.inside(placed)] = full[region.inside(whole(spec.shape))].to(out.dtype)
+    for inside, region in spec.placed():
+        out[inside] = full[region.inside(whole(spec.shape))].to(out.dtype)
 
 
 def _global(
     spec: LocalParameter, local: Region, values: Tensor, *, padded: bool = False
 ) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
-    offsets = tuple(a + b for a, b in zip(local.offsets, spec.offsets, strict=True))
-    placed = Region(offsets, local.sizes)
-    region = intersect(placed, whole(spec.shape))
     padding = values.clone()
-    if region is not None:
-        inside = region.inside(placed)
+    for inside, region in spec.placed(local):
         yield spec.name, region, values[inside].double().cpu().clone().numpy()
         padding[inside] = 0
     assert padded or not padding.any(), f"{spec.name}: the padding is not zero"

@@ -136,7 +136,12 @@ def test_a_shard_with_bytes_that_are_no_value(tmp_path: Path) -> None:
 def part(offsets: tuple[int, int], values: np.ndarray, start: int = 0, what: str = "own") -> Held:
     """What a rank holds from `start` on of two rows, [2, 8], of which two columns are padding."""
     bits = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
-    return Held("model/a", "fp32", offsets, (2, 8), start, bits, what)
+    return Held("model/a", "fp32", along(offsets), start, bits, what)
+
+
+def along(offsets: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    first, second = offsets
+    return tuple(range(first, first + 2)), tuple(range(second, second + 8))
 
 
 PADDED = np.pad(WHOLE, ((0, 0), (0, 2)))
@@ -179,7 +184,7 @@ def test_what_ranks_hold() -> None:
         (changed(2, 0, swap), "own model/a on rank 2: 6 of 16 values differ, the first at 12"),
         (changed(1, 1, swap), "weight model/a on rank 1: 6 of 16"),
         (faulty(1, 0, start=4), "own model/a on rank 1"),
-        (faulty(2, 0, offsets=(1, 0)), "own model/a on rank 2"),
+        (faulty(2, 0, along=along((1, 0))), "own model/a on rank 2"),
         (changed(0, 1, lambda bits: bits.__setitem__(3, 0x80000000)), "the first at 3: 0x80000000"),
         (changed(0, 1, lambda bits: bits.__setitem__(6, 1)), "the first at -1: 0x1, not 0x0"),
         (faulty(0, 0, bits=RIGHT[0][0].bits[:4]), r"elements are owned \[0, 1\] times"),

@@ -18,6 +18,7 @@ from megapipe.distributed.collectives import Wait
 from megapipe.experts.map import ExpertMap
 from megapipe.layers import expert_places
 from megapipe.layers.expert_chunks import chunks_of
+from megapipe.layers.expert_owners import ExpertOwners
 from megapipe.layers.expert_places import ExpertPlaces
 from megapipe.layers.expert_rows import Rows
 from megapipe.layers.weight_grad import main_grad
@@ -70,7 +71,7 @@ def ranks_with(copies: tuple[tuple[int, ...], ...], etp: int = 1) -> list[Expert
         up = parameter("up", (10 * own + part).view(-1, 1, 1).repeat(1, 2, 3))
         bias = parameter("bias", -own.view(-1, 1).repeat(1, 2))
         axis = Axis(members, index, tuple(range(members)), None)
-        found.append(ExpertPlaces([up, bias], axis, etp, present, len(copies)))
+        found.append(ExpertPlaces([up, bias], ExpertOwners(present, rank), axis, etp, len(copies)))
         found[-1].take(present.with_copies(copies))
     return found
 
@@ -134,7 +135,9 @@ def test_gradients_are_added_by_rank() -> None:
     ranks = []
     for rank, grad in enumerate(given):
         own = parameter("up", torch.zeros(1, 1, 1, dtype=torch.float64))
-        ranks.append(ExpertPlaces([own], Axis(3, rank, (0, 1, 2), None), 1, present, 3))
+        ranks.append(
+            ExpertPlaces([own], ExpertOwners(present, rank), Axis(3, rank, (0, 1, 2), None), 1, 3)
+        )
         ranks[-1].take(present.with_copies([[], [0], [0]]))
         ranks[-1].main_grads(own)[1 if rank else 0].fill_(grad)
     exchanges = Exchanges(3)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
+from megapipe.checkpoint.regions import flat_regions, whole
 from megapipe.distributed.mesh import Axis
-from megapipe.layers.parameter import Sharding, new_parameter, spec_of
+from megapipe.experts.map import ExpertMap
+from megapipe.layers.expert_owners import ExpertOwners
+from megapipe.layers.parameter import LocalParameter, Sharding, new_parameter, spec_of
 from megapipe.layers.specs import ParameterSpec
 
 
@@ -67,3 +72,54 @@ def test_sums_over_the_sequence_are_partial_only_where_it_is_split(
     whole = ParameterSpec(name="norm", shape=(4,), sequence_partial=True)
     spec = spec_of(new_parameter(sharding(size, 0, sequence_parallel), whole))
     assert spec.sequence_partial is spec.partial is partial
+
+
+OWNERS = [(0, 0, 1, 1, 2, 2), (2, 0, 1, 0, 2, 1), (1, 0, 0, 2, 2, 1)]
+"""Of six experts: as a run begins, each rank with strangers, neighbours on another rank."""
+
+
+def of_experts(owners: tuple[int, ...], member: int) -> LocalParameter:
+    """A tensor of six experts, [6, 4, 3], over three ranks and two halves of dimension 1."""
+    ep = Axis(size=6, index=member, ranks=tuple(range(6)), group=None)
+    split = Sharding(Axis.alone(), False, torch.float32, ep=ep, etp=2)
+    present = ExpertOwners(ExpertMap.even(6, 3), member // 2)
+    spec = ParameterSpec(name="e", shape=(6, 4, 3), experts=True, inner_dim=1, std=0.1)
+    found = spec_of(new_parameter(split, spec, present))
+    present.present = ExpertMap(owners, ((),) * 3)
+    return found
+
+
+@pytest.mark.parametrize("owners", OWNERS)
+def test_experts_are_found_by_their_numbers(owners: tuple[int, ...]) -> None:
+    """Any range of what a rank has is cut into regions that hold its values, and no others."""
+    full = torch.arange(72.0).view(6, 4, 3)
+    draw = random.Random(5)
+    for member in range(6):
+        spec = of_experts(owners, member)
+        rank, half = divmod(member, 2)
+        mine = [e for e, owner in enumerate(owners) if owner == rank]
+        local = full[mine][:, 2 * half : 2 * half + 2]
+        start, stop = sorted(draw.sample(range(13), 2))
+        seen = []
+        for position, part in flat_regions(spec.sizes, start, stop):
+            values = local.flatten()[start:stop][position : position + part.numel].view(part.sizes)
+            for inside, region in spec.placed(part):
+                assert values[inside].equal(full[region.inside(whole(spec.shape))])
+                seen += values[inside].flatten().tolist()
+        assert sorted(seen) == sorted(local.flatten()[start:stop].tolist())
+
+
+def test_initial_experts_are_those_of_their_numbers() -> None:
+    def drawn(owners: tuple[int, ...]) -> torch.Tensor:
+        found = torch.empty(6, 4, 3)
+        for member in range(6):
+            spec = of_experts(owners, member)
+            out = torch.empty(spec.sizes)
+            spec.initialise(out, seed=3)
+            for inside, region in spec.placed():
+                found[region.inside(whole(spec.shape))] = out[inside]
+        return found
+
+    first, *others = map(drawn, OWNERS)
+    assert len(first.unique()) == 72
+    assert all(each.equal(first) for each in others)
