@@ -47,18 +47,24 @@ class ExpertsConfig(Section):
     nodes of `node` ranks each; only their ratios matter. The balance term then steers more tokens
     to experts that are near (TA-MoE, Chen et al., 2302.09915), so it CHANGES RESULTS, and makes
     them depend on which rank a sequence is on. Default: all experts count alike."""
-    policy: Literal["none", "shadow", "balance"] = "none"
-    """Which ranks get copies of experts that others own, by the choices of the last step: their
-    rows then travel less. shadow: all ranks get those of the experts with most rows, as many as are
-    worth the time of copies, by the speeds that plans assume (FasterMoE, He et al., 2022). balance:
-    the ranks get them by which the largest number of rows on a rank gets smallest (FlexMoE, Nie et
-    al., 2304.03946)."""
+    policy: Literal["none", "shadow", "balance", "migrate"] = "none"
+    """Which ranks have which experts, by the choices of the last step. With shadow and balance they
+    get copies of experts that others own, whose rows then travel less. shadow: all ranks get those
+    of the experts with most rows, as many as are worth the time of copies, by the speeds that plans
+    assume (FasterMoE, He et al., 2022). balance: the ranks get them by which the largest number of
+    rows on a rank gets smallest (FlexMoE, Nie et al., 2304.03946). migrate: experts change the
+    ranks that own them, to those of a `pool` by which this number gets smallest, where an expert
+    that moves counts as the rows whose time it takes (SmartMoE, Zhai et al., 2023)."""
+    pool: str | None = None
+    """File with the owners that `policy` migrate chooses among, beside those that there are:
+    what ``experts.py plan -o`` makes of the log of an earlier run, for the same `parallel.ep`."""
     slots: int = Field(0, ge=0)
-    """Copies that a rank has room for in each layer, for a `policy`. Each is the weights of an
-    expert, which come after each update, and its gradients, which go home once a step."""
+    """Copies that a rank has room for in each layer, for `policy` shadow or balance. Each is the
+    weights of an expert, which come after each update, and its gradients, which go home once a
+    step."""
     replan: int = Field(10, ge=1)
-    """Steps from one choice of copies by the `policy` to the next. More copies of a moment ago fit
-    less well; to choose takes time on the host."""
+    """Steps from one choice by the `policy` to the next. What was chosen long ago fits less well;
+    to choose takes time on the host, and experts that move that of links."""
 
     @property
     def number_of_chunks(self) -> int:
@@ -70,6 +76,13 @@ class ExpertsConfig(Section):
         """Whether the ranks that have an expert may change."""
         return self.policy != "none"
 
+    @property
+    def copies(self) -> bool:
+        """Whether ranks may have copies of experts that others own."""
+        return self.policy in COPYING
 
-OF_MAPS = ("policy", "slots", "replan")
-"""Keys about which ranks have which experts."""
+
+COPYING = ("shadow", "balance")
+"""Policies by which experts have copies."""
+OF_MAPS = {"policy": (), "slots": COPYING, "replan": (*COPYING, "migrate"), "pool": ("migrate",)}
+"""Keys about which ranks have which experts, with the policies that each is for."""

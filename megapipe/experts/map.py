@@ -98,6 +98,12 @@ class ExpertMap:
         """The experts that a rank owns, in ascending order."""
         return [expert for expert, owner in enumerate(self.owners) if owner == rank]
 
+    def places(self) -> list[int]:
+        """Of each expert, where the experts of all ranks are listed, each rank's in ascending
+        order."""
+        listed = sorted(range(self.experts), key=lambda expert: self.owners[expert])
+        return sorted(range(self.experts), key=lambda place: listed[place])
+
     def holders(self, expert: int) -> list[int]:
         """The ranks that have an expert, in ascending order."""
         with_copy = [rank for rank, copies in enumerate(self.copies) if expert in copies]

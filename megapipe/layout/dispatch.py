@@ -5,7 +5,7 @@ from __future__ import annotations
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.experts_config import OF_MAPS, ExpertsConfig
-from megapipe.layout.expert_copies import check_copies
+from megapipe.layout.expert_copies import check_maps
 from megapipe.layout.family import conditions_of, make_family
 from megapipe.layout.layout import DeviceKind
 from megapipe.model.gpt.moe_checks import experts_in
@@ -85,8 +85,8 @@ def check_dispatch(config: Config) -> None:
         elif not split:
             either_axis = "" if key in OF_MAPS else " or parallel.etp"
             needed = f"parallel.ep{either_axis} above 1"
-        elif key in OF_MAPS and not experts.moves:
-            needed = "experts.policy=shadow or balance"
+        elif (policies := OF_MAPS.get(key)) and experts.policy not in policies:
+            needed = f"experts.policy={either(policies)}"
         elif key == "node" and experts.dispatch != "hierarchical" and not _has_nodes(config):
             needed = "experts.dispatch=hierarchical"
         elif key == "topology" and not moe.balance:
@@ -100,7 +100,7 @@ def check_dispatch(config: Config) -> None:
         return
     _check_codec(config)
     _check_topology(config)
-    check_copies(config)
+    check_maps(config)
     for layer in filter(moe.has_experts, range(config.model.layers)):
         here = moe.experts_of(layer) // ep
         if experts.number_of_chunks > here:

@@ -8,7 +8,7 @@ from megapipe.config import Config
 from megapipe.context_config import ContextConfig
 from megapipe.errors import LaunchError
 from megapipe.experts_config import ExpertsConfig
-from megapipe.layout.expert_copies import without_copies
+from megapipe.layout.expert_copies import without_maps
 
 
 def for_processes(config: Config, world: int | None) -> Config:
@@ -44,14 +44,20 @@ def _is_possible(config: Config, world: int) -> bool:
     return config.train.global_batch % (config.train.microbatch * dp) == 0
 
 
+def _leaves_pool(config: Config, values: dict[str, Any]) -> bool:
+    """Whether the owners of a pool are not those of the ranks that there are."""
+    ep = config.parallel.ep
+    return config.experts.pool is not None and values.get("ep", ep) != ep
+
+
 def _changed(config: Config, values: dict[str, Any]) -> Config:
     if values.get("cp") == 1:
         config = config.model_copy(update={"context": ContextConfig()})
     parallel = config.parallel
     if values.get("ep", parallel.ep) * values.get("etp", parallel.etp) == 1:
         config = config.model_copy(update={"experts": ExpertsConfig()})
-    elif values.get("ep", parallel.ep) == 1:
-        config = config.model_copy(update={"experts": without_copies(config.experts)})
+    elif values.get("ep", parallel.ep) == 1 or _leaves_pool(config, values):
+        config = config.model_copy(update={"experts": without_maps(config.experts)})
 
     def section(name: str, *keys: str) -> Any:
         own = {key: values[key] for key in keys if key in values}

@@ -273,7 +273,7 @@ class Optimizer:
                 shard.await_readers()
                 distance = times * self._look_ahead(shard) * self.lr
                 predict(self.rule, shard, distance, self.count, shard.weights)
-        for shard in self._in_use_order():
+        for shard in self.in_use_order():
             shard.publish()
         self._copies_are_old()
 
@@ -343,17 +343,17 @@ class Optimizer:
         for shard in self.shards:
             shard.await_weights()
             shard.store.undo()
-        for shard in self._in_use_order():
+        for shard in self.in_use_order():
             shard.publish()
         self._copies_are_old()
 
     def publish_shared(self) -> None:
         """Take part in the gathers of buckets that other pipeline ranks may have updated."""
-        for shard in self._in_use_order():
+        for shard in self.in_use_order():
             if shard.bucket.shared:
                 shard.publish()
 
-    def _in_use_order(self) -> list[Shard]:
+    def in_use_order(self) -> list[Shard]:
         """Shards in the order in which a step first uses them, the same on all ranks that share
         one: by stage, the tied embedding beside the first stage."""
         return sorted(self.shards, key=lambda shard: shard.bucket.index % self.stages)

@@ -195,7 +195,7 @@ def _buffer_bytes(config: Config, layout: Layout) -> int:
     """Bytes in a checkpoint, of rank 0, of biases of experts and of the choices of steps: the last
     one, and that by which copies were chosen."""
     biases = sum(map(prod, layout.model.buffers().values())) * main_bytes(config.model.dtype)
-    counted = (config.model.moe.balance_scope == "step") + config.experts.moves
+    counted = (config.model.moe.balance_scope == "step") + config.experts.copies
     return biases + 8 * counted * sum(layout.model.experts().values())
 
 

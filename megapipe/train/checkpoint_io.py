@@ -7,7 +7,7 @@ rectangles, without the padding of the vocabulary. A rank reads the regions that
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -72,11 +72,13 @@ def content(
     judged: Mapping[str, JsonValue],
     digests: Mapping[str, str],
     beside: Iterable[Piece] = (),
+    owners: Mapping[str, Sequence[int]] | None = None,
     stream: str | None = None,
 ) -> Content:
     """The state after `step` steps, which took `samples` samples in `order`, but for those that are
-    `left_out`. `beside` is this rank's part of what the optimizer does not have, and `stream` names
-    the stream that older versions of the weights belong to."""
+    `left_out`. `beside` is this rank's part of what the optimizer does not have, `owners` has the
+    ranks of experts that have moved, by layer, and `stream` names the stream that older versions of
+    the weights belong to."""
     axes = (
         "pp",
         "dp",
@@ -98,6 +100,9 @@ def content(
             "loss_scale": dict(loss_scale),
             "judged": dict(judged),
             "threads": torch.get_num_threads(),
+            **(
+                {"owners": {n: list[JsonValue](own) for n, own in owners.items()}} if owners else {}
+            ),
             **({} if stream is None else {"stream": stream}),
         },
         config=flatten(config),
@@ -119,6 +124,8 @@ class Coordinates(NamedTuple):
     loss_scale: Mapping[str, float] | None
     judged: Mapping[str, JsonValue]
     """The state of :class:`~megapipe.train.judge.Judge`."""
+    owners: Mapping[str, Sequence[int]]
+    """Of experts that have moved, by layer the rank that owned each."""
     stream: str
     """Names the stream that was trained by; empty: training was synchronous."""
 
@@ -151,6 +158,7 @@ def coordinates(checkpoint: Checkpoint) -> Coordinates:
         left_out,
         stored.get("loss_scale"),
         stored.get("judged", {}),
+        stored.get("owners", {}),
         str(stored.get("stream", "")),
     )
 

@@ -6,7 +6,8 @@ same map, and nothing is exchanged for it. Rows are taken as spread evenly over 
 without an update leaves maps as they are.
 
 Copies follow from the choices by which they were made and from nothing else of the past. So a
-checkpoint has these choices, and a run that goes on makes the copies anew, in its own layout.
+checkpoint has these choices, and a run that goes on makes the copies anew, in its own layout. Other
+owners, of ``policy=migrate``, follow from those before them (:mod:`megapipe.train.migration`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from megapipe.layout.expert_copies import ranks_of_a_node
 from megapipe.layout.layout import Layout
 from megapipe.layout.speeds import known_speeds
 from megapipe.model.interface import StageModule
+from megapipe.optim.optimizer import Optimizer
 from megapipe.plan.expert_placement import Costs, Policy, by_balance, by_shadows
 from megapipe.train.checkpoint_io import Weights
+from megapipe.train.migration import Migration, Owners
 from megapipe.train.routing import by_layer
 
 
@@ -57,8 +60,8 @@ def _layers(module: StageModule) -> Iterator[Experts]:
 
 class ExpertMaps:
     """Those of the layers here, `places`, each made by its one of the `policies` every so many
-    steps; `experts` has the number of experts of each layer of the model, and is empty where maps
-    stay as they are."""
+    steps; `experts` has the number of experts of each layer of the model, and is empty where there
+    are no copies. With a `migration` owners change instead."""
 
     def __init__(
         self,
@@ -66,7 +69,9 @@ class ExpertMaps:
         every: int = 1,
         policies: Mapping[int, Policy] | None = None,
         places: Mapping[int, ExpertPlaces] | None = None,
+        migration: Migration | None = None,
     ) -> None:
+        self.migration = migration
         self._experts = experts
         self._every = every
         self._policies = policies or {}
@@ -81,19 +86,24 @@ class ExpertMaps:
         config: Config,
         layout: Layout,
         modules: Iterable[StageModule],
-        mesh: ParallelMesh,
+        optimizer: Optimizer,
     ) -> ExpertMaps:
-        """Those of a run. All ranks call it, as that of rank 0 says how fast devices are."""
+        """Those of a run. All ranks call it, as that of rank 0 says how fast devices are, and reads
+        the pool of owners; raises ConfigError on all where it cannot."""
         if not config.experts.moves:
             return cls({})
         layers = [layer for module in modules for layer in _layers(module)]
         places = {layer.layer: layer.places for layer in layers if layer.places is not None}
-        policies = _policies(config, layout, places, mesh)
+        if not config.experts.copies:
+            return cls({}, migration=Migration.of(config, layout, optimizer, places))
+        policies = _policies(config, layout, places, optimizer.mesh)
         return cls(layout.model.experts(), config.experts.replan, policies, places)
 
     def decide(self, step: int, told: Sequence[float]) -> None:
         """After the update of a step, counted from 0, of which all ranks together have `told`: if
-        it is one after which maps are made, take over others."""
+        it is one after which maps are made, take over others. All ranks call it."""
+        if self.migration is not None:
+            self.migration.decide(step, told)
         if not self._experts or (step + 1) % self._every:
             return
         for layer, _, numbers in by_layer(self._experts, told):
@@ -105,6 +115,16 @@ class ExpertMaps:
             totals, present = self.counts[layer].tolist(), places.present
             rows = evenly(totals, present.ranks)
             places.take(self._policies[layer](present, rows, totals))
+
+    @property
+    def owners(self) -> Owners:
+        """Of experts that have moved; part of a checkpoint beside :meth:`pieces`."""
+        return {} if self.migration is None else self.migration.owners
+
+    def take_owners(self, stored: Owners) -> None:
+        """Take over those of a checkpoint, before its values are read."""
+        if self.migration is not None:
+            self.migration.load(stored)
 
     def pieces(self) -> Iterator[Piece]:
         """Its part of a checkpoint, for one rank to write."""

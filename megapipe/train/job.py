@@ -24,6 +24,7 @@ from megapipe.launch.signals import StopRequest
 from megapipe.layout.cuts import check_timeable
 from megapipe.layout.devices import device_kind
 from megapipe.layout.dispatch import on_nodes
+from megapipe.layout.expert_copies import check_pool
 from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
@@ -66,6 +67,7 @@ def start(
     given = on_nodes(command.config, info.local_world) if info.launched else command.config
     config, layout = resolve(given, world, None, where=command.where)
     check_sinks(config.log)
+    check_pool(config, layout)
     name = config.data.tokenizer
     if command.dry_run:
         if info.rank == 0:

@@ -279,6 +279,7 @@ def load(
     rank if it does not fit."""
     error = None
     if memory is not None:
+        step.maps.take_owners(checkpoint_io.coordinates(checkpoint).owners)
         beside = *step.routing.names(), *step.maps.names()
         memory.bring(checkpoint, checkpoint_io.files_needed(step.optimizer, checkpoint, beside))
     try:

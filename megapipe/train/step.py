@@ -145,7 +145,7 @@ class TrainStep:
             counts=config.model.moe.balance_scope == "step",
             dtype=main_dtype(TORCH_DTYPES[config.model.dtype]),
         )
-        self.maps = ExpertMaps.of(config, layout, self.modules.values(), mesh)
+        self.maps = ExpertMaps.of(config, layout, self.modules.values(), self.optimizer)
         moved = self.optimizer, self.scaler, self.routing, self.maps
         exact = config.run.exact_on(mesh.device.type)
         self.update = Update(
@@ -419,6 +419,7 @@ class TrainStep:
             judged=self.update.judge.state(),
             digests=digests or {},
             beside=chain(self.routing.pieces(), self.maps.pieces()) if self.mesh.rank == 0 else (),
+            owners=self.maps.owners,
             stream=stream,
         )
         if self.streaming is not None:
@@ -445,6 +446,7 @@ class TrainStep:
         found = checkpoint_io.coordinates(checkpoint)
         self.position = Position(checkpoint.step, found.samples)
         self.left_out = found.left_out_with(self.left_out)
+        self.maps.take_owners(found.owners)
         checkpoint_io.load(self.optimizer, checkpoint, found.updates, found.lr)
         self.routing.load(checkpoint, checkpoint.names())
         self.maps.load(checkpoint, checkpoint.names())

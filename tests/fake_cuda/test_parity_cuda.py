@@ -9,6 +9,7 @@ import pytest
 
 from tests.fake_cuda.world import run_world
 from tests.parity.matrix import MATRIX, to_case
+from tests.parity.moved_experts import run_moving
 from tests.parity.ranks import Case, check_case, run_cases
 
 SHARDED = Case(
@@ -87,6 +88,12 @@ def check(cases: list[Case], world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_parity(world: int) -> None:
     check(CASES, world)
+
+
+@pytest.mark.full
+def test_parity_where_experts_change_their_owners() -> None:
+    case = Case(dp=4, ep=2, moe="top 2", layers=2, zero=2, offload="host", masked=0.3, steps=3)
+    check_case(case, run_world(4, run_moving, case, 1, "cuda"))
 
 
 @pytest.mark.full

@@ -27,6 +27,7 @@ YARN = f"{ROTARY} model.rotary_scaling=yarn model.rotary_factor=2 model.rotary_o
 WINDOW = "model.window=4"
 EXPERTS = "model.moe.experts=4"
 COPIES = f"{EXPERTS} parallel.ep=2 experts.policy=balance experts.slots=1 log.peak_tflops=1"
+OWNERS = f"{EXPERTS} parallel.ep=2 experts.policy=migrate experts.pool=x log.peak_tflops=1"
 OWN_MODEL = "model.source=tests.parity.own_models:plain model.options.depth=2"
 MARKS = "data.fim_rate=0.5 data.fim_tokens=[<a>,<b>,<c>]"
 MIXED = "data.source=stdlib data.mixture.a.source=x data.mixture.b.source=y"
@@ -61,6 +62,7 @@ BESIDE = {
     ),
     "experts.topology": f"{EXPERTS} parallel.ep=2",
     **dict.fromkeys(("experts.policy", "experts.slots", "experts.replan"), COPIES),
+    "experts.pool": OWNERS,
     "experts.node": f"model.moe.experts=8 {FOUR} parallel.dp=2 parallel.ep=8 "
     "experts.dispatch=hierarchical experts.node=2",
     "model.norm_offset": "model.norm=rmsnorm",

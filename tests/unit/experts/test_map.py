@@ -121,3 +121,15 @@ def test_what_is_no_map(owners: Any, copies: Any, slots: int, words: str) -> Non
 def test_what_is_not_stored_as_a_map(value: Any) -> None:
     with pytest.raises(ConfigError, match=r'^expected \{"owners": \[\.\.\], "copies"'):
         ExpertMap.stored(value)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_places_follow_from_owners(seed: int) -> None:
+    found, *_ = drawn(seed)
+    each = found.experts // found.ranks
+    listed = [expert for rank in range(found.ranks) for expert in found.owned(rank)]
+    assert [listed[place] for place in found.places()] == [*range(found.experts)]
+    for rank in range(found.ranks):
+        assert found.owned(rank) == sorted(found.owned(rank))
+        assert [found.places()[e] // each for e in found.owned(rank)] == [rank] * each
+    assert ExpertMap.even(6, 3).places() == [*range(6)]

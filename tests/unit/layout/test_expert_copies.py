@@ -1,16 +1,21 @@
 """Copies of experts on other ranks: what is refused, and ranks of a node."""
 
+from pathlib import Path
+
 import pytest
 
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.experts.map import ExpertMap
+from megapipe.experts.pool_file import write_pools
 from megapipe.experts_config import ExpertsConfig
-from megapipe.layout.expert_copies import ranks_of_a_node
+from megapipe.layout.expert_copies import check_pool, ranks_of_a_node
 from megapipe.layout.resolve import resolve
 
 BASE = ("model.hidden=64", "model.heads=8", "model.vocab_size=512", "train.global_batch=192")
 SPLIT = ("model.moe.experts=8", "parallel.dp=4", "parallel.ep=4")
+MIGRATE = ("experts.policy=migrate", "experts.pool=x.json", "log.peak_tflops=1")
 BALANCE = ("experts.policy=balance", "experts.slots=2")
 
 
@@ -36,7 +41,7 @@ def plan(*overrides: str, world: int | None = None) -> Config:
         ),
         (
             (*SPLIT, "experts.replan=3"),
-            "experts.replan=3 has no effect without experts.policy=shadow or balance: expected 10",
+            "experts.replan=3 has no effect without experts.policy=shadow, balance or migrate: exp",
         ),
         (
             (*SPLIT, "experts.policy=balance"),
@@ -69,6 +74,38 @@ def plan(*overrides: str, world: int | None = None) -> Config:
         (
             (*SPLIT, "experts.policy=shadow", "experts.slots=1", "parallel.device=cpu"),
             "experts.policy=shadow goes by the speed of the device, which is not known: set log.",
+        ),
+        (
+            (*SPLIT, *BALANCE, "experts.pool=x"),
+            "experts.pool=x has no effect without experts.policy=migrate: expected null, or that",
+        ),
+        (
+            (*SPLIT, *MIGRATE, "experts.slots=1"),
+            "experts.slots=1 has no effect without experts.policy=shadow or balance: expected 0",
+        ),
+        (
+            (*SPLIT, *MIGRATE, "experts.pool=null"),
+            "experts.policy=migrate takes owners from a pool, and there is none: expected none, or",
+        ),
+        (
+            (*SPLIT, *MIGRATE, "experts.topology=[4,1]", "model.moe.balance=0.1"),
+            "experts.topology=[4.0, 1.0] balances: expected none, or null",
+        ),
+        (
+            (*SPLIT, *MIGRATE, "experts.dispatch=fetch"),
+            "experts.policy=migrate has nothing to hold with experts.dispatch=fetch, by which all",
+        ),
+        (
+            (*SPLIT, *MIGRATE, "optimizer.post_validation=true", "parallel.pp=2"),
+            "experts.policy=migrate goes by the totals of a step, which optimizer.post_validation",
+        ),
+        (
+            (*SPLIT, *MIGRATE, "lora.rank=2"),
+            "experts.policy=migrate is for experts that are trained, and lora.rank=2 leaves",
+        ),
+        (
+            (*SPLIT, *MIGRATE, "log.peak_tflops=null", "parallel.device=cpu"),
+            "experts.policy=migrate goes by the speed of the device, which is not known: set log.",
         ),
         ((*SPLIT, *BALANCE, "experts.slots=-1"), "experts.slots=-1: expected"),
         ((*SPLIT, *BALANCE, "experts.replan=0"), "experts.replan=0: expected"),
@@ -105,6 +142,30 @@ def test_another_layout_with_all_experts_on_each_rank_has_no_copies() -> None:
     parts = (*SPLIT, *BALANCE, "parallel.dp=8", "parallel.etp=2", *inner, "experts.chunks=2")
     of_parts = (*parts, "parallel.layouts.part.dp=2")
     assert plan(*of_parts, world=2).experts == ExpertsConfig(chunks=2)
+
+
+def test_another_layout_with_other_ranks_has_no_pool() -> None:
+    """Whose owners are of as many ranks as the log that it was made of had."""
+    others = ("parallel.layouts.half.dp=2", "parallel.layouts.half.ep=2")
+    assert plan(*SPLIT, *MIGRATE, *others, world=4).experts.policy == "migrate"
+    assert plan(*SPLIT, *MIGRATE, *others, world=2).experts == ExpertsConfig()
+
+
+def test_a_pool_is_read_before_the_processes_meet(tmp_path: Path) -> None:
+    def check(path: Path) -> None:
+        given = (*SPLIT, *MIGRATE, "model.moe.every=2", f"experts.pool={path}")
+        check_pool(*resolve(parse([*BASE, *given]).config, None, None))
+
+    path = tmp_path / "pool.json"
+    with pytest.raises(ConfigError, match=rf"^experts.pool={path}: No such file or directory$"):
+        check(path)
+    for ranks in (4, 2):
+        write_pools(path, {n: [ExpertMap.even(8, ranks)] for n in range(1, 12, 2)})
+        if ranks == 4:
+            check(path)
+    with pytest.raises(ConfigError, match=f"^experts.pool={path}: layer 1: a map of 8 experts ove"):
+        check(path)
+    check_pool(*resolve(parse([*BASE, *SPLIT]).config, None, None))
 
 
 @pytest.mark.parametrize(

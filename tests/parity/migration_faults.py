@@ -1,0 +1,86 @@
+"""Faults of experts that change their owners, seeded one at a time: parity has to notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from megapipe.experts.map import ExpertMap
+from megapipe.layers.expert_places import ExpertPlaces
+from megapipe.optim import migration
+from megapipe.optim.state_store import MASTER
+from megapipe.testing import World
+from tests.parity.cases import Case
+from tests.parity.faults import Patch
+from tests.parity.moved_experts import run_moving
+from tests.parity.outcome import Outcome
+
+CASE = Case(dp=2, ep=2, moe="top 2", layers=2, steps=3)
+
+
+def _without(kept: Callable[[str], bool]) -> Patch:
+    move = migration._move_kind
+
+    def wrong(kind: str, *rest: Any) -> None:
+        if not kept(kind):
+            move(kind, *rest)
+
+    return mock.patch.object(migration, "_move_kind", wrong)
+
+
+def states_left_behind() -> Patch:
+    return _without(lambda kind: kind != MASTER)
+
+
+def masters_left_behind() -> Patch:
+    return _without(lambda kind: kind == MASTER)
+
+
+def rows_go_to_the_owners_before() -> Patch:
+    take = ExpertPlaces.take
+
+    def wrong(self: ExpertPlaces, after: ExpertMap) -> None:
+        before = self._places
+        take(self, after)
+        self._places = before
+
+    return mock.patch.object(ExpertPlaces, "take", wrong)
+
+
+def owners_that_parameters_are_not_told() -> Patch:
+    take = ExpertPlaces.take
+
+    def wrong(self: ExpertPlaces, after: ExpertMap) -> None:
+        before = self.owners.present
+        take(self, after)
+        self.owners.present = before
+
+    return mock.patch.object(ExpertPlaces, "take", wrong)
+
+
+def values_that_stay_where_a_rank_had_others() -> Patch:
+    """What comes from other ranks arrives; what changes its place on a rank does not."""
+    ways = migration.ways
+
+    def wrong(*given: Any) -> list[migration.Way]:
+        return [way for way in ways(*given) if way.giver != way.taker]
+
+    return mock.patch.object(migration, "ways", wrong)
+
+
+FAULTS = (
+    states_left_behind,
+    masters_left_behind,
+    rows_go_to_the_owners_before,
+    owners_that_parameters_are_not_told,
+    values_that_stay_where_a_rank_had_others,
+)
+
+
+def run_faults(world: World) -> dict[str, Outcome]:
+    found = {}
+    for fault in FAULTS:
+        with fault():
+            found[fault.__name__] = run_moving(world, CASE)
+    return found

@@ -1,0 +1,93 @@
+"""Runs whose experts change their owners, by maps that are drawn."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megapipe.config import Config
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.experts.map import ExpertMap
+from megapipe.experts.pool_file import write_pools
+from megapipe.layers.experts import Experts
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.testing import World
+from megapipe.train import migration
+from megapipe.train.step import TrainStep
+from tests.parity import reference
+from tests.parity.cases import END, SLOW, Case, configure
+from tests.parity.held_models import HeldWeights
+from tests.parity.outcome import Outcome, take_region
+from tests.parity.ranks import train
+
+
+def drawn_map(present: ExpertMap, seed: int) -> ExpertMap:
+    """Owners in any order, other than now; 0: as a run begins."""
+    owners = list(ExpertMap.even(present.experts, present.ranks).owners)
+    draw = random.Random(seed)
+    while seed and (owners == list(present.owners) or owners == sorted(owners)):
+        draw.shuffle(owners)
+    return ExpertMap(tuple(owners), ((),) * present.ranks)
+
+
+@contextmanager
+def by_draw(seed: int = 1) -> Iterator[None]:
+    """Each layer takes over drawn owners whenever it chooses, the same on all ranks."""
+    numbers = itertools.count(seed)
+
+    def draw(present: ExpertMap, *_: Any) -> ExpertMap:
+        return drawn_map(present, next(numbers))
+
+    with mock.patch.object(migration, "migrate", draw):
+        yield
+
+
+def layers_of(step: TrainStep) -> Iterator[Experts]:
+    """Those with experts that are here."""
+    for _, module in sorted(step.modules.items()):
+        for layer in module.modules():
+            if isinstance(layer, Experts):
+                yield layer
+
+
+def with_policy(
+    case: Case, folder: str, every: int = 1, owners: Sequence[int] = ()
+) -> tuple[Config, Layout]:
+    """The configuration of a case whose experts migrate; its pool, in a folder, has for each layer
+    these owners, or those of the beginning, and to move is cheap."""
+    config, layout = configure(case)
+    if case.ep == 1:
+        return config, layout
+    path = Path(folder, f"pool_{case.ep}.json")
+    begin = {n: ExpertMap.even(e, layout.ep) for n, e in layout.model.experts().items()}
+    pool = {n: [replace(each, owners=tuple(owners) or each.owners)] for n, each in begin.items()}
+    write_pools(path, pool)
+    settings = config.model_dump()
+    settings["experts"] |= {"policy": "migrate", "pool": str(path), "replan": every}
+    settings["log"]["peak_tflops"] = SLOW
+    return resolve(Config.model_validate(settings), case.world, case.vocab)
+
+
+def begun(mesh: ParallelMesh, case: Case, folder: str, every: int = 1) -> TrainStep:
+    """A case whose experts migrate, with the weights from which the reference begins."""
+    config, layout = with_policy(case, folder, every)
+    step = TrainStep(config, layout, mesh, document_end=END)
+    params = reference.init_random(config.model, seed=3)
+    step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
+    step.routing.load(HeldWeights(params))
+    return step
+
+
+def run_moving(world: World, case: Case, every: int = 1, device: str = "cpu") -> Outcome:
+    """Train a case whose experts change their owners every so many steps."""
+    with tempfile.TemporaryDirectory() as folder, by_draw():
+        step = begun(world.mesh(case.grid, device), case, folder, every)
+        return train(step, case, validate=True)
