@@ -34,6 +34,11 @@ class ExpertsConfig(Section):
     (PipeMoE, FasterMoE). auto: as many as take the least time by simulation, at the speeds that
     plans assume (`parallel.node_gb_s`, `network_gb_s`, `latency_us`, `log.device`,
     `log.efficiency`)."""
+    pad: bool = False
+    """With `model.moe.capacity`, whether experts have room for all rows that there can be, those of
+    their capacity for each sequence, and those that nobody takes are computed as zeros. Then sizes
+    are known without counting, and the host does not wait for its GPU in layers with experts, also
+    where these are not split."""
     codec: Literal["none", "bf16", "int8"] = "none"
     """How rows of activations and of gradients look on their way (ScheMoE, Shi et al., 2024). It
     CHANGES RESULTS: values arrive rounded, also those of experts on the same rank. bf16, of an fp32

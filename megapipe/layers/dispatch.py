@@ -36,6 +36,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import Wait, start_gathering
 from megapipe.layers.expert_chunks import Chunk, chunks_of, fetched_chunks
 from megapipe.layers.expert_hops import Trip, steps_back, steps_there
+from megapipe.layers.expert_padding import PaddedRows, among_choices
 from megapipe.layers.expert_rows import Counts, Rows
 from megapipe.layers.moe_specs import Codec
 from megapipe.layers.row_codec import CODECS, UNCODED, RowCodec
@@ -54,6 +55,8 @@ class Form:
     chunks: int = 1
     codec: Codec = "none"
     """Of rows, and of tokens that are gathered."""
+    pad: bool = False
+    """There is room for all rows that there can be, so these are not counted."""
 
     def counted(self, ep: Axis) -> Axis:
         """The ranks that tell each other how many rows they have."""
@@ -116,10 +119,10 @@ class Dispatch(ABC):
 
     def __init__(self, plan: Plan, order: Tensor, slots: Tensor, *arrival: Tensor) -> None:
         self.plan = plan
-        self.rows = Rows(order, slots, plan.own)
+        self.rows = (PaddedRows if plan.form.pad else Rows)(order, slots, plan.own)
         self.arrival = arrival
         """[rows of a chunk here] of each chunk, int64: in the order of experts, which of what
-        arrives they are; nothing where this rank has all experts."""
+        arrives they are, or beyond all of it; nothing where this rank has all experts."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -246,12 +249,18 @@ class TokensGathered(Dispatch):
 
     def tokens(self, x: Tensor) -> Coming[Tensor]:
         k = self.rows.slots.shape[1]
-        return _TokensOut(self, x, lambda whole, choices: whole[choices // k], self.plan.codec)
+        at = self.rows.at
+        return _TokensOut(self, x, lambda whole, choices: at(whole, choices // k), self.plan.codec)
 
     def choices(self, values: Tensor) -> Coming[Tensor]:
-        return _TokensOut(self, values, lambda whole, choices: whole.flatten()[choices], UNCODED)
+        at = self.rows.at
+        return _TokensOut(self, values, lambda whole, number: at(whole.flatten(), number), UNCODED)
 
     def departure(self, number: int, rows: Tensor) -> Tensor:
+        _, ep, _, chunks = self.plan
+        if self.plan.form.pad:  # as many rows of each expert and rank
+            each = rows.unflatten(0, (len(chunks[number].ends), ep.size, -1))
+            return each.transpose(0, 1).flatten(0, 2)
         source = self.arrival[number] // self.rows.slots.numel()
         return rows[source.argsort(stable=True)]
 
@@ -300,38 +309,44 @@ def dispatch_of(
     else:
         plan = Plan(form, ep, etp, chunks_of(told.of_ranks, ep.index, etp, form.chunks, copies))
     of_each = plan.chunks[0].of_each
-    rows = Rows.of(choice, plan.own, of_each, form.chunks, copies)
+    if form.pad:
+        rows: Rows = PaddedRows.with_room(choice, told, of_each, form.chunks)
+    else:
+        rows = Rows.of(choice, plan.own, of_each, form.chunks, copies)
     if plan.alone:
         return remade(plan, rows.order, rows.slots)
     if form.gathers:
-        arrival = _among_choices(choice, plan, of_each)
+        arrival = _among_choices(choice, plan, of_each, told)
     else:
-        assert told.there is not None
-        arrival = joined([_among_rows(told.there, chunk, ep.index) for chunk in plan.chunks])
+        of_each_chunk = [_among_rows(told, chunk, ep.index, choice.device) for chunk in plan.chunks]
+        arrival = joined(of_each_chunk)
     of_chunks = arrival.split([chunk.ends[-1] for chunk in plan.chunks])
     return remade(plan, rows.order, rows.slots, *of_chunks)
 
 
-def _among_rows(counts: Tensor, chunk: Chunk, index: int) -> Tensor:
-    """Which of the rows that arrive, from one rank after the other, come first, by expert;
-    `counts` are those of all ranks [ranks, experts]."""
+def _among_rows(told: Counts, chunk: Chunk, index: int, device: torch.device) -> Tensor:
+    """Which of the rows that arrive, from one rank after the other, come first, by expert."""
+    rows = torch.arange(chunk.ends[-1], device=device)
+    if told.there is None:  # as many of each rank and expert
+        return rows.view(len(told.of_ranks), len(chunk.ends), -1).transpose(0, 1).flatten()
     first = chunk.of_each * (index // chunk.etp)
     columns = slice(first + chunk.experts.start, first + chunk.experts.stop)
-    stops = counts[:, columns].flatten().cumsum(0)  # by source, then expert
-    rows = torch.arange(chunk.ends[-1], device=counts.device)
+    stops = told.there[:, columns].flatten().cumsum(0)  # by source, then expert
     found = torch.searchsorted(stops, rows, right=True).remainder_(len(chunk.ends))
     return found.argsort(stable=True)
 
 
-def _among_choices(choice: Tensor, plan: Plan, of_each: int) -> Tensor:
+def _among_choices(choice: Tensor, plan: Plan, of_each: int, told: Counts) -> Tensor:
     """Which choices of all ranks are of the experts here, by expert."""
     everyone, wait = start_gathering(choice.contiguous().view(torch.uint8), plan.ep)
     wait()
-    numbers = everyone.view(choice.dtype).flatten().int()
+    numbers = everyone.view(choice.dtype).int()
     numbers -= of_each * (plan.ep.index // plan.etp)
     elsewhere = (numbers < 0) | (numbers >= of_each)  # or dropped
-    order = numbers.masked_fill_(elsewhere, of_each).argsort(stable=True)
-    return order[: plan.here].clone()
+    numbers.masked_fill_(elsewhere, of_each)
+    if plan.form.pad:
+        return among_choices(numbers.view(-1, *choice.shape), of_each, told)
+    return numbers.flatten().argsort(stable=True)[: plan.here].clone()
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

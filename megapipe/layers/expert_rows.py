@@ -24,7 +24,10 @@ class Counts(NamedTuple):
 
     of_ranks: Sequence[Sequence[int]]
     there: Tensor | None
-    """The same on the device, int64 [ranks, experts], where there are several."""
+    """The same on the device, int64 [ranks, experts], where there are several and they differ."""
+    places: int | None = None
+    """Rows of an expert and a sequence, if these are not counted: some may be empty
+    (:mod:`megapipe.layers.expert_padding`)."""
 
 
 def count_rows(choice: Tensor, experts: int, ep: Axis) -> Counts:
@@ -39,6 +42,16 @@ def count_rows(choice: Tensor, experts: int, ep: Axis) -> Counts:
 def numbers_of(values: Tensor, size: int) -> Tensor:
     """How often each of 0 .. size - 1 is among int64 values; torch.bincount has the host wait."""
     return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))
+
+
+def places_among(values: Tensor, size: int) -> Tensor:
+    """How many equal ones are before each of int64 values, which are 0 .. size - 1."""
+    sorted_, index = values.sort(stable=True)
+    counts = numbers_of(values, size)
+    first = counts.cumsum(0) - counts
+    found = torch.empty_like(values)
+    found[index] = torch.arange(len(values), device=values.device) - first[sorted_]
+    return found
 
 
 class Rows(NamedTuple):
@@ -69,11 +82,20 @@ class Rows(NamedTuple):
 
     def gather(self, x: Tensor, part: slice = slice(None)) -> Tensor:
         """Rows [rows, h] of tokens [tokens, h], or a part of them."""
-        return x[self.order[: self.total][part] // self.slots.shape[1]]
+        return self.at(x, self.order[: self.total][part] // self.slots.shape[1])
 
     def of_choices(self, values: Tensor, part: slice = slice(None)) -> Tensor:
         """[rows] of values of choices [tokens, k], or a part of them."""
-        return values.flatten()[self.order[: self.total][part]]
+        return self.at(values.flatten(), self.order[: self.total][part])
+
+    def at(self, values: Tensor, index: Tensor) -> Tensor:
+        """Rows of these of the values, [rows, ...]."""
+        return values[index]
+
+    @property
+    def drops(self) -> bool:
+        """Whether a choice may have no row."""
+        return self.total < self.slots.numel()
 
     def to_choices(self, values: Tensor) -> Tensor:
         """[tokens, k] of values [rows]; 0 where a choice is dropped."""
@@ -82,7 +104,7 @@ class Rows(NamedTuple):
     def add_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens, h]: the rows [rows, h] of each token's choices added in their order, in `dtype`;
         a dropped one adds 0."""
-        if self.total < self.slots.numel():
+        if self.drops:
             rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
         total = rows[self.slots[:, 0]].to(dtype)
         for choice in range(1, self.slots.shape[1]):

@@ -31,8 +31,9 @@ from megapipe.layers.earlier_slices import EarlierSlices, added
 from megapipe.layers.expert_chunks import Chunk
 from megapipe.layers.expert_fetch import FetchedMatrices, Holders, Home, Matrices, OwnMatrices
 from megapipe.layers.expert_owners import ExpertOwners
+from megapipe.layers.expert_padding import room
 from megapipe.layers.expert_places import ExpertPlaces
-from megapipe.layers.expert_rows import count_rows
+from megapipe.layers.expert_rows import Counts, count_rows
 from megapipe.layers.expert_tasks import ExpertsTask, RouterTask
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
@@ -141,8 +142,7 @@ class Experts(nn.Module):
             given = self.routing, sequences, shards
             second = noise.second(p.device) if noise and self.routing.random_second else None
             experts = route.choose(p, *given, self.bias, second, earlier)
-            counted = self.sharding.form.counted(self.sharding.ep)
-            rows = count_rows(self.placed(experts), self._all_places, counted)
+            rows = self._rows(self.placed(experts), sequences, shards)
             if not self.training:
                 return Chosen(experts, experts.new_empty(0), rows)
             counts = route.count(experts, *given) if self.last is None else self.last
@@ -159,6 +159,17 @@ class Experts(nn.Module):
         elif graph:
             del mb.choices[self.layer]
         return found
+
+    def _rows(self, choice: Tensor, sequences: int, shards: TokenShards) -> Counts:
+        """Rows of the places of what was chosen, which are counted, or have room for all that there
+        can be."""
+        form, all_places = self.sharding.form, self._all_places
+        counted, here = form.counted(self.sharding.ep), len(choice) // sequences
+        if not form.pad:
+            return count_rows(choice, all_places, counted)
+        places = self.routing.places(shards.length(here))
+        assert places is not None, "checked"
+        return room(all_places, counted.size, sequences, min(places, here))
 
     def _shards(self, mb: MicroBatch, here: int, device: torch.device) -> TokenShards:
         return TokenShards.of(self.sharding.sequence, mb, here, device)

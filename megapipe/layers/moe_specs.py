@@ -81,6 +81,14 @@ def placed_name(layer: int) -> str:
     return f"routing/layers.{layer}.moe.copies.counts"
 
 
+def padded_rows(routing: Routing, tokens: int, sequences: int, length: int) -> int:
+    """Rows of all experts that a rank has room for, of `tokens` of so many sequences of that
+    length."""
+    places = routing.places(length)
+    assert places is not None, "checked"
+    return routing.experts * sequences * min(places, tokens // sequences)
+
+
 def most_rows(
     routing: Routing, tokens: int, sequences: int, length: int, ep: int = 1, etp: int = 1
 ) -> int:

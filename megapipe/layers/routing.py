@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megapipe.layers.earlier_slices import EarlierSlices, added
-from megapipe.layers.expert_rows import Counts, numbers_of
+from megapipe.layers.expert_rows import Counts, numbers_of, places_among
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.token_shards import TokenShards
 
@@ -126,14 +126,11 @@ def _has_place(
     lines = torch.arange(sequences, device=ids.device).unsqueeze(1) * of_each
     listed = torch.where(listed < 0, routing.experts, listed)
     line = (listed + lines).flatten()  # of an expert and a sequence
-    sorted_, index = line.sort(stable=True)
-    counts = numbers_of(line, sequences * of_each)
-    first = counts.cumsum(0) - counts
-    number = torch.empty_like(line)
-    number[index] = torch.arange(len(line), device=ids.device) - first[sorted_]
+    number = places_among(line, sequences * of_each)
     if earlier is not None:
         if earlier.taken is not None:
             number += earlier.taken.flatten()[line]
+        counts = numbers_of(line, sequences * of_each)
         earlier.taken = added(earlier.taken, counts.view(sequences, of_each))
     has = (number < places).view_as(listed)
     if ahead is not None:

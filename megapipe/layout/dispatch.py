@@ -69,34 +69,38 @@ def _bytes(config: Config, form: str, device: DeviceKind) -> int:
     return sum(sent.bytes for sent in each if sent.among == "ep")
 
 
+def check_effect(config: Config, key: str) -> None:
+    """Refuse a key of the section that has no effect."""
+    experts, moe, parallel = config.experts, config.model.moe, config.parallel
+    value, default = getattr(experts, key), ExpertsConfig.model_fields[key].default
+    needed = None
+    if moe.experts is None:
+        needed = "model.moe.experts"
+    elif key == "pad":
+        needed = None if moe.capacity is not None else "model.moe.capacity"
+    elif parallel.ep * parallel.etp == 1:
+        needed = f"parallel.ep{'' if key in OF_MAPS else ' or parallel.etp'} above 1"
+    elif (policies := OF_MAPS.get(key)) and experts.policy not in policies:
+        needed = f"experts.policy={either(policies)}"
+    elif key == "node" and experts.dispatch != "hierarchical" and not _has_nodes(config):
+        needed = "experts.dispatch=hierarchical"
+    elif key == "topology" and not moe.balance:
+        needed = "model.moe.balance"
+    if needed and value != default:
+        raise ConfigError(
+            f"experts.{key}={text_of(value)} has no effect without {needed}: expected "
+            f"{text_of(default)}, or that"
+        )
+
+
 def check_dispatch(config: Config) -> None:
     """Refuse keys that have no effect, and numbers that do not divide; experts and their ranks are
     checked already."""
+    for key in ExpertsConfig.model_fields:
+        check_effect(config, key)
     experts, moe = config.experts, config.model.moe
     ep, etp = config.parallel.ep, config.parallel.etp
-    split = ep * etp > 1
-    for key, field in ExpertsConfig.model_fields.items():
-        value = getattr(experts, key)
-        if value == field.default:
-            continue
-        needed = None
-        if moe.experts is None:
-            needed = "model.moe.experts"
-        elif not split:
-            either_axis = "" if key in OF_MAPS else " or parallel.etp"
-            needed = f"parallel.ep{either_axis} above 1"
-        elif (policies := OF_MAPS.get(key)) and experts.policy not in policies:
-            needed = f"experts.policy={either(policies)}"
-        elif key == "node" and experts.dispatch != "hierarchical" and not _has_nodes(config):
-            needed = "experts.dispatch=hierarchical"
-        elif key == "topology" and not moe.balance:
-            needed = "model.moe.balance"
-        if needed:
-            raise ConfigError(
-                f"experts.{key}={text_of(value)} has no effect without {needed}: expected "
-                f"{text_of(field.default)}, or that"
-            )
-    if moe.experts is None or not split:
+    if moe.experts is None or ep * etp == 1:
         return
     _check_codec(config)
     _check_topology(config)

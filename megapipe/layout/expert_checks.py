@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.layout.dispatch import check_dispatch
+from megapipe.layout.dispatch import check_dispatch, check_effect
 from megapipe.model.gpt.moe_checks import check_experts as check_numbers
 from megapipe.model.gpt.moe_checks import experts_in
 from megapipe.strict_yaml import text_of
@@ -23,6 +23,7 @@ def check_sizes(config: Config, dp: int) -> None:
     """Refuse sizes of experts and their ranks that do not fit, before bytes are counted by them."""
     check_numbers(config.model)
     _check_ranks(config, dp)
+    check_effect(config, "pad")
 
 
 def _check_ranks(config: Config, dp: int) -> None:

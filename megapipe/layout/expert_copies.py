@@ -89,6 +89,11 @@ def _check_conditions(config: Config, where: str) -> None:
             f"{where} has nothing to hold with experts.dispatch=fetch, by which all ranks get all "
             "experts: expected none, or another dispatch"
         )
+    if config.experts.pad:
+        raise ConfigError(
+            f"{where} evens out rows, of which experts.pad=true gives all experts as many: "
+            "expected none, or false"
+        )
     if config.optimizer.post_validation:
         raise ConfigError(
             f"{where} goes by the totals of a step, which "

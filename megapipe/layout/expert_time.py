@@ -60,7 +60,7 @@ class LayerWork(NamedTuple):
         family = with_dispatch(config, "all_to_all", device)
         spec, rows = StageSpec(False, range(layer, layer + 1), False), train.microbatch
         length = train.sequence_length // parallel.cp
-        flops = family.expert_flops(spec) * rows * length / parallel.tp
+        flops = float(family.expert_flops(spec) * rows * length) / parallel.tp
         chosen = config.model.moe.top_k * parallel.etp
         moved = bytes_of(family.message(spec, rows, length)) * chosen
         return cls(

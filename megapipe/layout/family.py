@@ -80,6 +80,7 @@ def conditions_of(config: Config, device: DeviceKind | None = None) -> Condition
         expert_chunks=config.experts.number_of_chunks,
         slots=config.experts.slots,
         codec=config.experts.codec,
+        pad=config.experts.pad,
         microbatch=train.microbatch,
         tp=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,

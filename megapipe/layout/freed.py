@@ -34,6 +34,7 @@ def sizes_of(config: Config, device: DeviceKind, split: Split, sequence: int, ro
             slots=experts.slots,
             fetched=fetched,
             codec=experts.codec,
+            padded=config.train.sequence_length if experts.pad else None,
         ),
         ulysses=split.ulysses,
     )

@@ -58,6 +58,8 @@ class Conditions:
     """``experts.slots``, copies of experts that a rank has room for in a layer."""
     codec: str = "none"
     """``experts.codec``, of rows on their way."""
+    pad: bool = False
+    """``experts.pad``: whether experts have room for all rows that there can be."""
     compile: bool = False
     loss: str | None = None
     """``train.loss``, a loss of the user's."""
@@ -100,6 +102,8 @@ class Dispatched(NamedTuple):
     """Ranks that experts are fetched from, where they travel instead of rows: ep, etp."""
     codec: str = "none"
     """Of rows on their way."""
+    padded: int | None = None
+    """Positions of whole sequences, where there is room for all rows of these that there can be."""
 
 
 class Sizes(NamedTuple):
@@ -350,10 +354,14 @@ class Family(ABC):
         """FLOPs of training on one token: forward, and twice as many backward."""
         return 3 * self.forward_flops(self.whole)
 
-    def expert_flops(self, stage: StageSpec) -> int:
+    def expert_flops(self, stage: StageSpec) -> Time:
         """FLOPs per token of a stage's forward that experts compute, none of whose rows are
-        dropped."""
+        dropped, or with those that are empty."""
         return 0
+
+    def row_flops(self) -> int:
+        """The same of a row of an expert."""
+        raise NotImplementedError(f"{self.name} does not support experts")
 
     def causal_flops(self, length: int) -> int:
         """FLOPs of one layer's forward on the first `length` tokens of a sequence, of which each

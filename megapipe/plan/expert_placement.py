@@ -79,7 +79,7 @@ class Costs(NamedTuple):
         size, main = DTYPE_BYTES[model.dtype], main_bytes(model.dtype)
         owners = _owners_of_slices(config, layout, layer)
         sizes = Sizes(numel * size, numel * main, -(-numel * state_bytes(config, layout) // owners))
-        flops = layout.model.expert_flops(spec) / model.moe.top_k / layout.etp
+        flops = layout.model.row_flops() / layout.etp
         rate = 1e9 * speed(config, layout.expert_ranks)
         row = wire_bytes(config.experts.codec, model.hidden, size)
         times = Times(

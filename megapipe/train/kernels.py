@@ -139,6 +139,7 @@ def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Shard
         hops=mesh.expert_hops,
         chunks=experts.number_of_chunks,
         codec=experts.codec,
+        pad=experts.pad,
     )
     near = bandwidths(config, mesh.ep.index)
     return replace(

@@ -172,6 +172,9 @@ def test_bytes_of_experts() -> None:
             (replace(split, dispatch="fetch", etp=2), "full", "llama", "top 2"),
             (several, "experts again", "llama", "shared, gated"),
             (replace(split, etp=2, expert_chunks=2), "experts again", "gpt2", "top 2"),
+            (replace(several, pad=True), "keep", "llama", "capacity, choice"),
+            (replace(split, etp=2, pad=True), "experts again", "gpt2", "capacity, score"),
+            (replace(several, pad=True, dispatch="all_gather"), "full", "gpt2", "step"),
         )
     ]
     check_bytes(given, measure_evenly)
@@ -316,6 +319,26 @@ def test_peaks_within_operations_of_experts_whose_rows_are_coded() -> None:
         )
     ]
     check_peaks(given, measure_evenly_within)
+
+
+def test_peaks_within_operations_of_experts_with_room_for_all_rows() -> None:
+    """However they are chosen."""
+    base = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True)
+    several, parts = (replace(base, **{axis: 2}, pad=True) for axis in ("ep", "etp"))
+    given = [
+        replace(case, activations=name, model=model, moe=moe)
+        for case, name, model, moe in (
+            (replace(base, pad=True), "keep", "gpt2", "capacity, choice"),
+            (several, "keep", "llama", "capacity, choice"),
+            (replace(several, dtype="bf16"), "full", "gpt2", "capacity, position"),
+            (replace(several, expert_chunks=3), "experts again", "gpt2", "capacity, choice"),
+            (parts, "keep", "llama", "step"),
+            (replace(several, dispatch="all_gather"), "keep", "gpt2", "capacity, choice"),
+            (replace(several, dispatch="fetch"), "keep", "llama", "step"),
+            (replace(several, codec="int8", dtype="fp32"), "keep", "llama", "capacity, choice"),
+        )
+    ]
+    check_peaks(given)
 
 
 def test_peaks_within_operations_of_experts_in_two_hops() -> None:

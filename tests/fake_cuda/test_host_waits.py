@@ -1,5 +1,5 @@
 """The host waits for its GPU once in a step, where it reads the totals, and never in a program,
-also where the time is taken that the GPU computes."""
+also where the time is taken that the GPU computes; but for layers with experts that count rows."""
 
 from __future__ import annotations
 
@@ -155,4 +155,35 @@ def test_layers_with_experts_tell_the_host_their_rows_once(world: int) -> None:
             (stage,) = layout.process_stages(rank * case.pp // world)
             layers = sum(map(config.model.moe.has_experts, layout.stage_layers[stage].layers))
             assert found.inside == {"copy to the host": layers * case.m}, case.name
+            assert found.outside == {"copy to the host": 1}, case.name
+
+
+PADDED = [
+    Case(moe="capacity, choice", layers=2, m=2, pad=True),
+    Case(moe="random", activations="full", layers=2, m=2, pad=True),
+    Case(dp=2, ep=2, moe="capacity, position", layers=2, m=2, pad=True, expert_chunks=2),
+    Case(tp=2, sequence_parallel=True, etp=2, moe="capacity, score", layers=2, pad=True),
+    Case(
+        dp=2,
+        ep=2,
+        moe="step",
+        layers=2,
+        dispatch="all_gather",
+        codec="int8",
+        dtype="fp32",
+        pad=True,
+    ),
+    Case(cp=2, ep=2, moe="random", layers=2, dispatch="fetch", pad=True),
+    replace(PIPELINE, moe="pyramid, biased", layers=4, activations="experts again", pad=True),
+    Case(dp=4, ep=4, moe="step", layers=2, dispatch="hierarchical", node=2, pad=True),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+def test_layers_with_room_for_all_rows_tell_the_host_nothing(world: int) -> None:
+    cases = [case for case in PADDED if case.world == world]
+    for of_rank in run_world(world, waits_in_steps, cases):
+        for case, found in zip(cases, of_rank, strict=True):
+            assert not found.faults
+            assert not found.inside, case.name
             assert found.outside == {"copy to the host": 1}, case.name

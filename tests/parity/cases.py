@@ -93,6 +93,8 @@ class Case:
     node: int | None = None
     """Ranks of a node, where dispatch is hierarchical, or a topology has nodes."""
     expert_chunks: int = 1
+    pad: bool = False
+    """Experts have room for all rows that there can be."""
     codec: str = "none"
     """Of rows on their way to experts."""
     topology: tuple[float, ...] | None = None
@@ -194,6 +196,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "dispatch": case.dispatch,
                 "node": case.node,
                 "chunks": case.expert_chunks,
+                "pad": case.pad,
                 "codec": case.codec if case.dtype != "fp64" else "none",
                 "topology": case.topology and list(case.topology),
                 **PLACEMENTS[case.placement],
@@ -378,6 +381,7 @@ def plain(case: Case) -> Case:
         dispatch="all_to_all",
         node=None,
         expert_chunks=1,
+        pad=False,
         codec="none",
         topology=None,
         placement="static",

@@ -82,6 +82,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "dispatch": [("all_to_all", None), ("all_gather", None), ("hierarchical", 2), ("fetch", None)],
     "expert_chunks": [1, 3],
     "placement": ["static", "changing"],
+    "pad": [False, True],
     "codec": ["none", "bf16", "int8"],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
     "activations": [
@@ -134,6 +135,7 @@ PLAIN_SHARE = {
     "dispatch": 0.9,
     "expert_chunks": 0.9,
     "placement": 0.9,
+    "pad": 0.9,
     "codec": 0.9,
     "lora": 0.9,
     "compile": 0.95,
@@ -222,6 +224,8 @@ def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     (moe, ep, etp), (dispatch, node), chunks = c["moe"], c["dispatch"], c["expert_chunks"]
     if c["placement"] != "static" and not _can_have_copies(c):
         return False
+    if c["pad"] and "capacity" not in MOE.get(moe, {}):
+        return False
     if c["codec"] != "none" and (dispatch == "fetch" or c["dtype"] != "fp64"):
         return False  # in a narrow type what is rounded to which step is decided by other roundings
     if ep * etp == 1:
@@ -234,7 +238,7 @@ def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
 def _can_have_copies(c: Mapping[str, Any]) -> bool:
     """Whether other ranks have experts, whose weights and gradients are whole in time."""
     whole = c["zero"] < 3 and not c["post_validation"] and c["lora"] is None
-    return whole and c["moe"][1] > 1 and c["dispatch"][0] != "fetch"
+    return whole and c["moe"][1] > 1 and c["dispatch"][0] != "fetch" and not c["pad"]
 
 
 def _can_be_undone(c: Mapping[str, Any]) -> bool:
@@ -271,7 +275,7 @@ def fit(rng: random.Random, choice: Choice, given: Mapping[str, Any]) -> Choice:
     if "codec" in given and choice["codec"] != "none" and "dtype" not in given:
         choice["dtype"] = "fp64"
     if not _can_be_dispatched(choice):
-        about_rows = "dispatch", "expert_chunks", "codec", "placement"
+        about_rows = "dispatch", "expert_chunks", "pad", "codec", "placement"
         if "moe" not in given and not given.keys().isdisjoint(about_rows):
             of = [moe for moe in DIMENSIONS["moe"] if _can_be_dispatched(choice | {"moe": moe})]
             choice["moe"] = rng.choice(of or [choice["moe"]])

@@ -60,6 +60,7 @@ BESIDE = {
     **dict.fromkeys(
         ("experts.dispatch", "experts.chunks", "experts.codec"), f"{EXPERTS} parallel.ep=2"
     ),
+    "experts.pad": f"{EXPERTS} model.moe.capacity=1",
     "experts.topology": f"{EXPERTS} parallel.ep=2",
     **dict.fromkeys(("experts.policy", "experts.slots", "experts.replan"), COPIES),
     "experts.pool": OWNERS,

@@ -85,7 +85,7 @@ ELSEWHERE = {
     **dict.fromkeys(("master", "post_validation", "lora", "loss_scale"), "refused"),
     **dict.fromkeys(("moe", "ep", "etp"), "refused"),
     **dict.fromkeys(
-        ("dispatch", "node", "expert_chunks", "codec", "topology", "placement", "grouped"),
+        ("dispatch", "node", "expert_chunks", "pad", "codec", "topology", "placement", "grouped"),
         "of moe, which is refused",
     ),
     "correction": "test_streams",

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, get_args
 
 from megapipe.context.split import HeldPositions
 from megapipe.dtypes import Dtype
+from megapipe.layers.moe_specs import padded_rows
 from megapipe.layers.policy import Span
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.gpt import checks, traffic
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.flops import causal_flops, expert_flops, head_flops, layer_flops
+from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops, row_flops
 from megapipe.model.gpt.lora import adapter_flops, with_adapters
-from megapipe.model.gpt.moe import buffers, row_widths, unused_parameters
+from megapipe.model.gpt.moe import buffers, routing_of, row_widths, unused_parameters
 from megapipe.model.gpt.moe_traffic import matrices_traffic, routing_traffic, rows_traffic
 from megapipe.model.gpt.parameters import known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
@@ -112,7 +113,18 @@ class GPT(Family):
 
     def _once(self, layer: int, *, causal: bool = False) -> Once:
         given = self.conditions
-        return Once.of(self.model, given.sequence_length, given.tp, layer, causal=causal)
+        rows = self._rows(layer)
+        return Once.of(self.model, given.sequence_length, given.tp, layer, rows=rows, causal=causal)
+
+    def _rows(self, layer: int) -> int | Fraction:
+        """Rows of experts for each token, if a layer has some: with those that are empty."""
+        given, moe = self.conditions, self.model.moe
+        if not (given.pad and moe.has_experts(layer)):
+            return moe.top_k
+        tokens = given.sequence_length // (given.cp * given.tp)
+        return Fraction(
+            padded_rows(routing_of(moe, layer), tokens, 1, given.sequence_length), tokens
+        )
 
     def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
         each = [self._once(layer) for layer in range(self.layers)]
@@ -154,7 +166,7 @@ class GPT(Family):
     def _adapter_flops(self, layers: Iterable[int]) -> int:
         return sum(adapter_flops(self.model, self.conditions.lora, layer) for layer in layers)
 
-    def unit_of_work(self) -> int:
+    def unit_of_work(self) -> Time:
         return max(self._once(layer).layer for layer in range(self.layers))
 
     def forward_flops(self, stage: StageSpec) -> int:
@@ -173,10 +185,12 @@ class GPT(Family):
         added = 3 * self._adapter_flops(range(self.layers))
         return 2 * self.forward_flops(self.whole) + scores + added
 
-    def expert_flops(self, stage: StageSpec) -> int:
-        model = self.model
-        layers = sum(map(model.moe.has_experts, stage.layers))
-        return layers * expert_flops(model) if layers else 0
+    def expert_flops(self, stage: StageSpec) -> Time:
+        model, layers = self.model, list(filter(self.model.moe.has_experts, stage.layers))
+        return row_flops(model) * sum(map(self._rows, layers)) if layers else 0
+
+    def row_flops(self) -> int:
+        return row_flops(self.model)
 
     def causal_flops(self, length: int) -> int:
         return causal_flops(self.model, length)
@@ -191,7 +205,8 @@ class GPT(Family):
 
     def peaks(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool) -> Peaks:
         """Those of a run that trains all weights, also where adapters are trained: with few targets
-        an operation then takes less, beside every layer up to a fifth more in a small model."""
+        an operation then takes less, beside every layer up to a fifth more in a small model. Beside
+        experts I takes up to a third less, and W more than half, as no rows wait for it."""
         from megapipe.model.gpt import workspace
 
         most = self.conditions.loss_chunk

@@ -31,10 +31,9 @@ def layer_flops(
     return 2 * (weights + scores)
 
 
-def expert_flops(model: ModelConfig) -> int:
-    """FLOPs of the forward of a token's experts, in one layer."""
-    matrices, moe = 3 if model.gated else 2, model.moe
-    return 2 * model.hidden * matrices * moe.top_k * known(moe.ffn)
+def row_flops(model: ModelConfig) -> int:
+    """FLOPs of the forward of an expert, of one of its rows."""
+    return 2 * model.hidden * (3 if model.gated else 2) * known(model.moe.ffn)
 
 
 def causal_flops(model: ModelConfig, length: int) -> int:

@@ -65,7 +65,7 @@ class ExpertsWorkspace:
         dispatch = sizes.dispatch
         fetched, parts = dispatch.fetched
         of_each = self.routing.experts // (sizes.ep * fetched)
-        own = min(rows, self.choices * sizes.etp)
+        own = min(rows, self.choices * sizes.etp) if dispatch.padded is None else rows
         matrices = sum(self.numel.values()) * self.parts.size if fetched * parts > 1 else 0
         chunks = [
             Chunk(
@@ -113,7 +113,7 @@ class ExpertsWorkspace:
                 tape.take(self.ways.here * (row + self.weight))
         if has_value:
             home.arrived()
-            self._add_up(tape)
+            self._add_up(tape, lets_go=len(self.ways.chunks) > 1 or self.ways.etp > 1)
             tape.take(local * self.narrow)
         tape.drop(tape.now - start - keep * self.saved - has_value * local)
 
@@ -121,11 +121,14 @@ class ExpertsWorkspace:
         """Bytes of a row of results, which are added up over etp in the wider type."""
         return row * self.weight // self.parts.size if self.ways.etp > 1 else row
 
-    def _add_up(self, tape: Tape) -> None:
-        """Rows of each token's choices are added up in the wider type."""
+    def _add_up(self, tape: Tape, *, lets_go: bool = False) -> None:
+        """Rows of each token's choices are added up in the wider type. If they are copied, it
+        `lets_go` of them."""
         own = sum(chunk.own for chunk in self.ways.chunks) // self.ways.etp
-        if own < self.choices:  # a row of zeros comes after the others
+        padded = self.parts.sizes.dispatch.padded is not None
+        if padded or own < self.choices:  # a row of zeros comes after the others
             tape.take(own * self._summed(self.row))
+            tape.drop(own * self._summed(self.row) * lets_go)
         one = self.wide_tokens if self.ways.etp > 1 else self.parts.local
         tape.pass_by(one, self.wide_tokens if one < self.wide_tokens else 0)
         tape.take(self.wide_tokens)

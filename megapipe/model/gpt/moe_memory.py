@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.dtypes import DTYPE_BYTES
-from megapipe.layers.moe_specs import Routing, most_rows
+from megapipe.layers.moe_specs import Routing, most_rows, padded_rows
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe import GATES, routing_of
 from megapipe.model.gpt.parameters import known
@@ -30,7 +30,10 @@ def tokens_of(sizes: Sizes) -> int:
 
 
 def rows_of(routing: Routing, sizes: Sizes) -> int:
-    """Rows of its experts, with a capacity at most."""
+    """Rows of its experts, with a capacity at most; with the empty ones, where there are some."""
+    if sizes.dispatch.padded is not None:
+        given = tokens_of(sizes), sizes.rows, sizes.dispatch.padded
+        return sizes.etp * padded_rows(routing, *given)
     parts = sizes.cp * (sizes.tp if sizes.sequence_parallel else 1)
     shared_by = sizes.ep * sizes.etp
     sequences, length = sizes.rows * max(1, shared_by // parts), sizes.sequence * sizes.cp
@@ -49,7 +52,7 @@ def experts_saved(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[tupl
     if routing.scope != "step":
         scopes = sizes.rows if routing.scope == "sequence" else 1
         yield "counts", scopes * routing.experts * COUNT
-    yield "order", choices * PLACE
+    yield "order", (choices if sizes.dispatch.padded is None else rows // sizes.etp) * PLACE
     yield "rows of choices", choices * PLACE
     if sizes.ep * sizes.etp > 1:
         yield "arrived", rows * model.hidden * size

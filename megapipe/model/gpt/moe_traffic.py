@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
-from megapipe.layers.moe_specs import wire_bytes
+from megapipe.layers.moe_specs import padded_rows, wire_bytes
 from megapipe.layers.policy import Span
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.moe import mixture_parameters
+from megapipe.model.gpt.moe import mixture_parameters, routing_of
 from megapipe.model.gpt.moe_memory import CHOICE, COUNT, high_bytes
 from megapipe.model.interface import Among, Collective, Conditions, TokenTraffic
 from megapipe.model.partition import StageSpec
@@ -20,14 +20,15 @@ def routing_traffic(
     """About choices, of a piece of `rows` sequences: counts for the balance term, but for one that
     counts those of the last step; with a capacity
     the choices themselves, and the weights if these decide who is dropped; and where experts are
-    split, rows for each of them. In the first run of a layer alone."""
+    split, rows for each of them, unless there is room for all. In the first run of a layer alone.
+    """
     moe = model.moe
     layers = sum(map(moe.has_experts, stage.layers))
     counts = sum(map(moe.experts_of, stage.layers)) * COUNT
     if moe.balance_scope != "step":
         scopes = rows if moe.balance_scope == "sequence" else 1
         yield TokenTraffic("sequence", "all_reduce", "routing", layers, scopes * counts)
-    if given.dispatch != "fetch":
+    if given.dispatch != "fetch" and not given.pad:
         yield TokenTraffic("ep", "all_gather", "routing", layers, given.ep * given.etp * counts)
     if moe.capacity is None:
         return
@@ -48,36 +49,45 @@ def rows_traffic(
     *,
     again: bool,
 ) -> Iterator[TokenTraffic]:
-    """Tokens on their way to their experts and back, of a rank's part of a piece, none dropped. In
-    a run for the graph alone outputs do not come back. With slots for copies of experts these are
-    counted as a chunk more, which they are where a rank has some."""
+    """Tokens on their way to their experts and back, of a rank's part of a piece, none dropped; or
+    rows that have room for all, with those that are empty. In a run for the graph alone outputs do
+    not come back. With slots for copies of experts these are counted as a chunk more, which they
+    are where a rank has some."""
     moe = model.moe
-    layers = sum(map(moe.has_experts, stage.layers))
+    own = list(filter(moe.has_experts, stage.layers))
     repeated, without_outputs = _run_again(model, stage, spans, again=again)
-    runs = layers + len(repeated)
+    runs = own + repeated
     tokens = rows * length // (given.cp * given.tp)
     chunks = given.expert_chunks + (given.slots > 0)
+
+    def sent(layers: Sequence[int]) -> int:
+        if not given.pad:
+            return len(layers) * tokens * moe.top_k * given.etp
+        sizes = tokens, rows, given.sequence_length
+        return given.etp * sum(padded_rows(routing_of(moe, layer), *sizes) for layer in layers)
+
     row = wire_bytes(given.codec, model.hidden, DTYPE_BYTES[model.dtype])
     weight = high_bytes(model)
     if given.dispatch == "all_gather":
         whole = given.ep * given.etp * tokens
         forward = row + moe.top_k * (weight + CHOICE)
-        yield TokenTraffic("ep", "all_gather", "F", 3 * runs, runs * whole * forward)
-        yield TokenTraffic("ep", "all_gather", "I", layers, layers * whole * row)
+        yield TokenTraffic("ep", "all_gather", "F", 3 * len(runs), len(runs) * whole * forward)
+        yield TokenTraffic("ep", "all_gather", "I", len(own), len(own) * whole * row)
         out = ins = 0, 0
     else:
-        out, ins = (2 * runs, runs * (row + weight)), (layers, layers * row)
-    back = runs - without_outputs
-    sent = tokens * moe.top_k * given.etp
+        out = 2 * len(runs), sent(runs) * (row + weight)
+        ins = len(own), sent(own) * row
+    back = len(runs) - len(without_outputs)
+    outputs = sent(runs) - sent(without_outputs)
     hops: tuple[Among, ...] = ("ep",)
     if given.dispatch == "hierarchical":
         hops = "ep in a node", "ep between nodes"
-    for what, calls, each in (
-        ("F", out[0] + back, out[1] + back * row),
-        ("I", ins[0] + 2 * layers, ins[1] + layers * (row + weight)),
+    for what, calls, size in (
+        ("F", out[0] + back, out[1] + outputs * row),
+        ("I", ins[0] + 2 * len(own), ins[1] + sent(own) * (row + weight)),
     ):
         for hop in hops:
-            yield TokenTraffic(hop, "all_to_all", what, calls * chunks, sent * each)
+            yield TokenTraffic(hop, "all_to_all", what, calls * chunks, size)
 
 
 def matrices_traffic(
@@ -104,23 +114,24 @@ def matrices_traffic(
 
 def _run_again(
     model: ModelConfig, stage: StageSpec, spans: Sequence[Span], *, again: bool
-) -> tuple[list[int], int]:
-    """Layers with experts that are run again, and how many of them for the graph alone."""
+) -> tuple[list[int], list[int]]:
+    """Layers with experts that are run again, and those of them for the graph alone."""
     layers, moe = list(stage.layers), model.moe
     graph_only = not model.post_norms and moe.shared_gate == "none"
     if again:
-        last = bool(layers) and not stage.head and graph_only and moe.has_experts(layers[-1])
-        return list(filter(moe.has_experts, layers)), int(last)
+        last = [] if stage.head or not graph_only else layers[-1:]
+        return list(filter(moe.has_experts, layers)), list(filter(moe.has_experts, last))
     repeated: list[int] = []
-    without = start = 0
+    without: list[int] = []
+    start = 0
     for span in spans:
         own = layers[start : start + span.blocks]
         start += span.blocks
         with_experts = list(filter(moe.has_experts, own))
         if "block" in span.policy.recompute:
             repeated += with_experts
-            without += graph_only and moe.has_experts(own[-1])
+            without += filter(moe.has_experts, own[-1:] if graph_only else [])
         elif "experts" in span.policy.recompute:
             repeated += with_experts
-            without += len(with_experts)
+            without += with_experts
     return repeated, without

@@ -162,7 +162,7 @@ def choices(model: ModelConfig, sizes: Sizes, layers: Sequence[int]) -> Iterator
         for tensor in saved_tensors(model, sizes, layer=layer):
             if tensor.name in ("choice", "counts"):
                 yield tensor
-            if tensor.name == "choice" and ranks > 1:
+            if tensor.name == "choice" and ranks > 1 and sizes.dispatch.padded is None:
                 told = ranks * model.moe.experts_of(layer) * COUNT
                 yield tensor._replace(name="rows of ranks", bytes=told)
 

@@ -1,7 +1,8 @@
 """FLOPs of the operations of a GPT's stages, from the matrix products that they compute.
 
-They count what a run computes, so also the padding of the vocabulary and what is run again in a
-backward; the share of the model's own FLOPs in them is :mod:`megapipe.model.gpt.flops`.
+They count what a run computes, so also the padding of the vocabulary, empty rows of experts and
+what is run again in a backward; the share of the model's own FLOPs in them is
+:mod:`megapipe.model.gpt.flops`.
 
 A linear layer takes as many in F as in I and in W. The products of attention have no weights: F
 once, I twice. A loss in chunks has all three products of the head in I
@@ -14,33 +15,43 @@ from typing import NamedTuple
 
 from megapipe.layers.policy import BlockPolicy, Span, padded_vocabulary
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.flops import layer_flops
+from megapipe.model.gpt.flops import layer_flops, row_flops
 from megapipe.model.gpt.parameters import known
 from megapipe.model.interface import Repeated, Work
 from megapipe.model.partition import StageSpec
+
+Exact = int | Fraction
 
 
 class Once(NamedTuple):
     """FLOPs per token of one forward."""
 
-    layer: int
+    layer: Exact
     scores: int
     """The part of `layer` that attention computes between its projections."""
     back: int
     """Of the backward, what attention computes between its projections."""
-    experts: int
+    experts: Exact
     """FLOPs of experts that are run again by themselves: router and first product."""
-    last: int
+    last: Exact
     """The part of `layer` of its last product, which recomputation of the layer leaves out; 0 if it
     does not."""
-    head: int
+    head: Exact
     """Taken as those of a layer where the vocabulary is not known yet."""
 
     @classmethod
     def of(
-        cls, model: ModelConfig, length: int, tp: int, number: int, *, causal: bool = False
+        cls,
+        model: ModelConfig,
+        length: int,
+        tp: int,
+        number: int,
+        *,
+        rows: Exact,
+        causal: bool = False,
     ) -> "Once":
-        """Of a resolved model's layer of this number, at sequences of `length` tokens.
+        """Of a resolved model's layer of this number, at sequences of `length` tokens, for each of
+        which experts have so many `rows`, if there are some.
 
         `causal`: scores as kernels compute them, half of all, which the backward computes again:
         two products in the forward, five in the backward.
@@ -49,33 +60,34 @@ class Once(NamedTuple):
         linear = layer_flops(model, 0, experts=experts)
         layer = layer_flops(model, length, model.window_of(number), experts=experts)
         scores = (layer - linear) // (2 if causal else 1)
-        layer = linear + scores
-        head = layer
+        empty = row_flops(model) * (rows - model.moe.top_k) if experts else 0
+        whole: Exact = linear + scores + empty
+        head = whole
         if model.vocab_size is not None:
             head = 2 * model.hidden * padded_vocabulary(model.vocab_size, tp)
         return cls(
-            layer=layer,
+            layer=whole,
             scores=scores,
             back=5 * scores // 2 if causal else 2 * scores,
-            experts=_first_products(model, experts),
-            last=0 if model.post_norms else 2 * model.hidden * _last_width(model, experts > 0),
+            experts=_first_products(model, experts, rows),
+            last=0 if model.post_norms else 2 * model.hidden * _last_width(model, experts, rows),
             head=head,
         )
 
 
-def _last_width(model: ModelConfig, experts: bool) -> int:
+def _last_width(model: ModelConfig, experts: int, rows: Exact) -> Exact:
     """Inputs of a layer's last product; of a token's experts and the MLP beside them together."""
     moe = model.moe
     if not experts:
         return known(model.ffn_hidden)
     if moe.shared_gate != "none":  # which multiplies the output
         return 0
-    return moe.top_k * known(moe.ffn) + (moe.shared or 0)
+    return rows * known(moe.ffn) + (moe.shared or 0)
 
 
-def _first_products(model: ModelConfig, experts: int) -> int:
+def _first_products(model: ModelConfig, experts: int, rows: Exact) -> Exact:
     """FLOPs per token of the router of so many experts, and of their first product."""
-    wide = model.moe.top_k * known(model.moe.ffn) * (2 if model.gated else 1) if experts else 0
+    wide = rows * known(model.moe.ffn) * (2 if model.gated else 1) if experts else 0
     return 2 * model.hidden * (experts + wide)
 
 
@@ -95,7 +107,7 @@ def part_costs(once: Once, repeated: Repeated | None) -> tuple[Fraction, Fractio
     return layer, head
 
 
-def _modules_again(once: Once, policy: BlockPolicy) -> int:
+def _modules_again(once: Once, policy: BlockPolicy) -> Exact:
     """FLOPs of the modules of a layer that are run again by themselves."""
     attends = "attention" in policy.recompute and not policy.keeps_attention
     return attends * once.scores + ("experts" in policy.recompute) * once.experts
@@ -117,7 +129,8 @@ def stage_work(
     each = [once(layer) for layer in stage.layers]
     whole, scores = sum(one.layer for one in each), sum(one.scores for one in each)
     back = sum(one.back for one in each)
-    repeated = start = found = 0
+    start, found = 0, 0
+    repeated: Exact = 0
     for blocks, policy in spans:
         here = each[start : start + blocks]
         start += blocks

@@ -13,6 +13,7 @@ from megapipe.layout.resolve import resolve
 BASE = ("model.hidden=64", "model.heads=8", "model.vocab_size=512", "train.global_batch=192")
 AUTO = "experts.dispatch=auto"
 HIERARCHICAL = "experts.dispatch=hierarchical"
+TWO = ("parallel.dp=2", "parallel.ep=2")
 CODECS = ("none", "bf16", "int8")
 
 
@@ -98,6 +99,18 @@ def test_codecs_that_are_refused(overrides: tuple[str, ...], words: str) -> None
         plan("parallel.dp=2", "parallel.ep=2", *overrides)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keys", [(), (AUTO,), (*TWO, "experts.chunks=auto")])
+def test_room_for_all_rows_needs_a_capacity(keys: tuple[str, ...]) -> None:
+    """And no ranks."""
+    with pytest.raises(ConfigError) as caught:
+        plan("experts.pad=true", *keys)
+    needed = "experts.pad=true has no effect without model.moe.capacity: expected false, or that"
+    assert str(caught.value) == f"configuration: {needed}"
+    config, layout = plan("experts.pad=true", "model.moe.capacity=1", "log.peak_tflops=1", *keys)
+    assert config.experts.pad
+    assert layout.model.conditions.pad
 
 
 def test_bandwidths_from_a_rank() -> None:

@@ -88,6 +88,10 @@ def plan(*overrides: str, world: int | None = None) -> Config:
             "experts.policy=migrate takes owners from a pool, and there is none: expected none, or",
         ),
         (
+            (*SPLIT, *MIGRATE, "experts.pad=true", "model.moe.capacity=1"),
+            "evens out rows, of which experts.pad=true gives all experts as many: expected",
+        ),
+        (
             (*SPLIT, *MIGRATE, "experts.topology=[4,1]", "model.moe.balance=0.1"),
             "experts.topology=[4.0, 1.0] balances: expected none, or null",
         ),

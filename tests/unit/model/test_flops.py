@@ -5,9 +5,18 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
+from megapipe.cli import parse
+from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
 from tests.parity.families import token_flops
+
+SPLIT = "parallel.sequence_parallel=true"
+EXPERTS = (
+    *("model.layers=2", "model.hidden=64", "model.heads=8", "model.vocab_size=512"),
+    *("model.moe.experts=16", "model.moe.ffn=24", "model.moe.capacity=1.3"),
+    "train.sequence_length=64",
+)
 
 
 def test_formula_of_gpt() -> None:
@@ -49,3 +58,24 @@ def test_windows_count_what_is_seen() -> None:
     seen = [min(i + 1, 4) for i in range(9)]
     total = 3 * 9 * layer_flops(model, 0) + per_position * (2 * sum(seen) + 45)
     assert 3 * causal_flops(model, 9) == pytest.approx(total, abs=3)
+
+
+@pytest.mark.parametrize(("keys", "rows"), [((), 2.75), (("parallel.tp=2", SPLIT), 5.5)])
+def test_empty_rows_of_experts_are_computed_and_no_model_flops(
+    keys: tuple[str, ...], rows: float
+) -> None:
+    """Each of 16 experts has room for 11 rows of each of a rank's sequences, or of its half of
+    one."""
+    given = (*EXPERTS, *keys)
+    plain, padded = (
+        resolve(parse([*given, f"experts.pad={pad}"]).config, None, None)[1].model
+        for pad in ("false", "true")
+    )
+    row = 2 * 64 * 2 * 24
+    more = 2 * row * (rows - 2)
+    before, now = (family.work(family.whole, (), again=False) for family in (plain, padded))
+    assert [b - a for a, b in zip(before, now, strict=True)] == [more, more, more, 0]
+    assert padded.token_flops() == plain.token_flops()
+    costs = [sum(family.unit_costs(None)) for family in (plain, padded)]
+    assert costs[1] - costs[0] == 3 * more
+    assert padded.expert_flops(padded.whole) == 2 * rows * row

@@ -1,0 +1,124 @@
+"""Experts with room for all rows that there can be compute what they do with those that there are.
+
+That the host then waits for nothing is in tests/fake_cuda/test_host_waits.py, and bytes are in
+tests/dist/test_dispatch.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megapipe.layers import experts
+from megapipe.testing import World, run_world
+from tests.parity.bitwise import assert_bitwise
+from tests.parity.cases import Case
+from tests.parity.checking import check_case
+from tests.parity.faults import outcomes_of_faults
+from tests.parity.padding_faults import FAULTS, run_faults
+from tests.parity.ranks import run_case, run_cases
+
+ALONE = Case(moe="capacity, choice", layers=2, masked=0.3, pad=True)
+DATA = replace(ALONE, dp=2, ep=2)
+TENSOR = Case(
+    tp=2, sequence_parallel=True, ep=2, moe="step", model="llama", layers=2, m=3, pad=True
+)
+CONTEXT = Case(cp=2, etp=2, moe="capacity, score", activations="full", layers=2, pad=True)
+SPLIT = Case(pp=2, dp=2, ep=2, moe="random", schedule="zb_h1", m=3, zero=2, pad=True)
+SLICED = Case(pp=2, in_process=True, moe="sliced", schedule="seq1f1b", slices=2, m=3, pad=True)
+FOLDED = Case(
+    dp=2, tp=2, sequence_parallel=True, ep=4, moe="pyramid, biased", layers=3, masked=0.3, pad=True
+)
+BOTH = replace(FOLDED, ep=2, etp=2, moe="capacity, choice", zero=3)
+LONG = Case(
+    cp=2, tp=2, sequence_parallel=True, ep=2, moe="random", activations="experts again", pad=True
+)
+GATHERED = {"dispatch": "all_gather"}
+FETCHED = {"dispatch": "fetch"}
+TWO_HOPS: dict[str, Any] = {"dispatch": "hierarchical", "node": 2}
+GROUPS = [
+    [DATA, replace(DATA, **GATHERED), replace(DATA, activations="experts again")],
+    [TENSOR, replace(TENSOR, **GATHERED, activations="stage")],
+    [CONTEXT, replace(CONTEXT, **GATHERED, activations="keep")],
+    [SPLIT, replace(SPLIT, **GATHERED, activations="full")],
+    [FOLDED, replace(FOLDED, **GATHERED), replace(FOLDED, **TWO_HOPS)],
+    [BOTH, replace(BOTH, **GATHERED), replace(BOTH, **TWO_HOPS)],
+    [LONG, replace(LONG, **GATHERED, activations="keep")],
+]
+"""A case, and the same in other forms that have its bits: rows of an expert are in the order of the
+ranks, of sequences and of positions."""
+OTHERS = [
+    ALONE,
+    replace(ALONE, moe="capacity, position", model="gemma", activations="full", m=3),
+    replace(ALONE, moe="pyramid, biased", layers=4, activations="selective"),
+    SLICED,
+    replace(DATA, expert_chunks=3, activations="full"),
+    replace(DATA, **GATHERED, expert_chunks=2, codec="int8"),
+    replace(DATA, **FETCHED, expert_chunks=3, zero=3),
+    replace(CONTEXT, **FETCHED),
+    replace(CONTEXT, expert_chunks=2, codec="bf16", activations="experts again"),
+    replace(SLICED, dp=2, ep=2, expert_chunks=2, schedule="terapipe"),
+    replace(SPLIT, schedule="chimera_backward_halving", m=4, moe="capacity, choice", tied=False),
+    replace(SPLIT, schedule="zb_v", chunks=2, layers=4, m=4, expert_chunks=2),
+    replace(BOTH, **TWO_HOPS, expert_chunks=3, rule="lamb"),
+    replace(LONG, **FETCHED, expert_chunks=2, lora="all"),
+    replace(FOLDED, masked=1.0, clip=None),
+]
+
+
+def check(groups: list[list[Case]]) -> None:
+    """The first of each computes what the reference does, the others the same bits."""
+    cases = [case for group in groups for case in group]
+    results = run_world(cases[0].world, run_cases, cases, timeout_s=60 + 10 * len(cases))
+    found = dict(zip(cases, map(list, zip(*results, strict=True)), strict=True))
+    for first, *others in groups:
+        try:
+            check_case(first, found[first])
+            for case in others:
+                assert_bitwise(found[case], found[first])
+        except AssertionError as error:
+            raise AssertionError(f"{first.name}: {error}") from None
+
+
+def of_world(world: int) -> list[list[Case]]:
+    groups = [*GROUPS, *([case] for case in OTHERS)]
+    return [group for group in groups if group[0].world == world]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_empty_rows_change_nothing(world: int) -> None:
+    check(of_world(world)[: 2 if world == 1 else 1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_empty_rows_change_nothing_in_more_layouts(world: int) -> None:
+    check(of_world(world)[[0, 2, 1, 0, 0][world] :])
+
+
+def counted(world: World, case: Case) -> int:
+    with mock.patch.object(experts, "count_rows", side_effect=experts.count_rows) as count:
+        run_case(world, case, validate=True)
+    return count.call_count
+
+
+@pytest.mark.parametrize("form", [{}, FETCHED], ids=["rows", "fetch"])
+def test_nobody_counts(form: dict[str, str]) -> None:
+    padded = replace(DATA, **form)
+    assert run_world(2, counted, padded) == [0, 0]
+    assert min(run_world(2, counted, replace(padded, pad=False))) > 0
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
+    with pytest.raises(AssertionError, match="difference is"):
+        check_case(FAULTS[fault], outcomes[fault.__name__])

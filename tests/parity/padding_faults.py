@@ -1,0 +1,80 @@
+"""Faults of experts with room for all rows, seeded one at a time: parity has to notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megapipe.layers import expert_padding, experts
+from megapipe.layers.dispatch import TokensGathered
+from megapipe.layers.expert_padding import PaddedRows
+from megapipe.layers.expert_rows import Counts
+from megapipe.testing import World
+from tests.parity.cases import Case
+from tests.parity.faults import Patch, run_of_size
+
+ALONE = Case(moe="capacity, choice", masked=0.3, layers=2, pad=True)
+SPLIT = replace(ALONE, dp=2, ep=2)
+GATHERED = replace(SPLIT, dispatch="all_gather")
+
+
+def empty_rows_are_not_masked() -> Patch:
+    """They are those of the last choice, which count once more in gradients of biases."""
+
+    def wrong(self: PaddedRows, values: Tensor, index: Tensor) -> Tensor:
+        return values[index.clamp(max=len(values) - 1)]
+
+    return mock.patch.object(PaddedRows, "at", wrong)
+
+
+def choices_share_a_place() -> Patch:
+    """The later one of each two."""
+    places = expert_padding.places_among
+
+    def wrong(values: Tensor, size: int) -> Tensor:
+        return places(values, size) // 2 * 2
+
+    return mock.patch.object(expert_padding, "places_among", wrong)
+
+
+def there_is_a_place_too_few() -> Patch:
+    """The last row of an expert is the first of the next."""
+    room = experts.room
+
+    def wrong(number: int, ranks: int, sequences: int, places: int) -> Counts:
+        return room(number, ranks, sequences, places - 1)
+
+    return mock.patch.object(experts, "room", wrong)
+
+
+def dropped_choices_have_the_last_row() -> Patch:
+    add_up = PaddedRows.add_up
+
+    def wrong(self: PaddedRows, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        last = self._replace(slots=self.slots.clamp(max=self.total - 1))
+        return add_up(last, rows, dtype)
+
+    return mock.patch.object(PaddedRows, "add_up", wrong)
+
+
+def results_leave_in_the_order_of_experts() -> Patch:
+    return mock.patch.object(TokensGathered, "departure", lambda self, number, rows: rows)
+
+
+FAULTS: dict[Callable[[], Patch], Case] = {
+    empty_rows_are_not_masked: ALONE,
+    choices_share_a_place: ALONE,
+    there_is_a_place_too_few: SPLIT,
+    dropped_choices_have_the_last_row: SPLIT,
+    results_leave_in_the_order_of_experts: GATHERED,
+}
+
+
+def run_faults(world: World) -> list[tuple[str, Any]]:
+    """Every fault whose case has this world's size."""
+    return run_of_size(world, FAULTS)
