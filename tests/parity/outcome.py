@@ -106,6 +106,8 @@ def local_copies(step: TrainStep) -> Iterator[tuple[str, Region, np.ndarray[Any,
             yield from _global(spec, whole(spec.sizes), parameter.detach())
         for layer in module.modules():
             if isinstance(layer, Experts):
+                if layer.places is not None:
+                    layer.places.bring()
                 for name, buffer in (("bias", layer.bias), ("counts", layer.last)):
                     if buffer is not None:
                         values = buffer.flatten().double().cpu().clone().numpy()
