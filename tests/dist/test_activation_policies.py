@@ -270,6 +270,7 @@ def measure_evenly_within(world: World, given: list[Case]) -> list[dict[str, int
         return measure_within(world, given)
 
 
+@pytest.mark.full
 def test_peaks_within_operations_of_experts() -> None:
     """On two ranks, or with one part of each sequence, where they are chosen evenly."""
     split = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True)
@@ -302,6 +303,7 @@ def test_peaks_within_operations_of_experts() -> None:
     check_peaks(given, measure_evenly_within)
 
 
+@pytest.mark.full
 def test_peaks_within_operations_of_experts_whose_rows_are_coded() -> None:
     base = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True)
     several, parts = replace(base, ep=2, dtype="fp32"), replace(base, etp=2, dtype="bf16")
@@ -321,6 +323,7 @@ def test_peaks_within_operations_of_experts_whose_rows_are_coded() -> None:
     check_peaks(given, measure_evenly_within)
 
 
+@pytest.mark.full
 def test_peaks_within_operations_of_experts_with_room_for_all_rows() -> None:
     """However they are chosen."""
     base = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True)
@@ -341,6 +344,7 @@ def test_peaks_within_operations_of_experts_with_room_for_all_rows() -> None:
     check_peaks(given)
 
 
+@pytest.mark.full
 def test_peaks_within_operations_of_experts_in_two_hops() -> None:
     base = Case(tp=4, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True, ep=4)
     hops = replace(base, moe="top 2", dispatch="hierarchical", node=2)
@@ -353,7 +357,7 @@ Within = Callable[[World, list[Case]], list[dict[str, int]]]
 
 
 def check_peaks(given: list[Case], measured: Within = measure_within, world: int = 2) -> None:
-    for results in run_world(world, measured, given, timeout_s=120):
+    for results in run_world(world, measured, given, timeout_s=60 + 20 * len(given)):
         for case, within in zip(given, results, strict=True):
             config, layout = configure(case)
             sizes = sizes_of(config, layout)
