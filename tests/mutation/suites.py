@@ -100,11 +100,18 @@ SUITES: dict[str, Groups] = {
     "layers/expert_chunks.py": (EXPERTS, OVER_EXPERTS),
     "layers/expert_fetch.py": (EXPERTS, OVER_EXPERTS),
     "layers/expert_hops.py": (EXPERTS, OVER_EXPERTS),
+    "layers/expert_owners.py": (
+        (f"{LAYER_UNITS}parameter.py", f"{LAYER_UNITS}expert_places.py"),
+        (f"{DIST}migration.py",),
+    ),
+    "layers/expert_padding.py": ((f"{LAYER_UNITS}expert_padding.py",), (f"{DIST}padding.py",)),
+    "layers/expert_places.py": ((f"{LAYER_UNITS}expert_places.py",), (f"{DIST}placement.py",)),
     "layers/expert_rows.py": (EXPERTS, OVER_EXPERTS),
     "layers/expert_tasks.py": (EXPERTS, OVER_EXPERTS),
     "layers/experts.py": (EXPERTS, (f"{MODEL}moe.py",), OVER_EXPERTS),
     "layers/routing.py": (EXPERTS, OVER_EXPERTS),
     "layers/routing_noise.py": ((f"{DIST}routing_noise.py",),),
+    "layers/row_codec.py": ((f"{LAYER_UNITS}row_codec.py",), (f"{DIST}row_codec.py",)),
     "layers/token_shards.py": (EXPERTS, OVER_EXPERTS),
     "layers/kv_cache.py": (
         (f"{LAYER_UNITS}kv_cache.py",),
@@ -156,6 +163,7 @@ SUITES: dict[str, Groups] = {
         (f"{DIST}zero_step.py", f"{DIST}rules.py"),
         PARITY,
     ),
+    "optim/migration.py": ((f"{OPTIM}migration.py",), (f"{DIST}migration.py",)),
     "optim/optimizer.py": (
         (f"{OPTIM}optimizer.py", f"{OPTIM}finite.py"),
         (f"{DIST}zero_step.py", f"{DIST}rules.py"),
