@@ -43,7 +43,7 @@ GROUPS = [
     [DATA, replace(DATA, **GATHERED), replace(DATA, activations="experts again")],
     [TENSOR, replace(TENSOR, **GATHERED, activations="stage")],
     [CONTEXT, replace(CONTEXT, **GATHERED, activations="keep")],
-    [SPLIT, replace(SPLIT, **GATHERED, activations="full")],
+    [SPLIT, replace(SPLIT, **GATHERED)],
     [FOLDED, replace(FOLDED, **GATHERED), replace(FOLDED, **TWO_HOPS)],
     [BOTH, replace(BOTH, **GATHERED), replace(BOTH, **TWO_HOPS)],
     [LONG, replace(LONG, **GATHERED, activations="keep")],
@@ -65,7 +65,7 @@ OTHERS = [
     replace(SPLIT, schedule="zb_v", chunks=2, layers=4, m=4, expert_chunks=2),
     replace(BOTH, **TWO_HOPS, expert_chunks=3, rule="lamb"),
     replace(LONG, **FETCHED, expert_chunks=2, lora="all"),
-    replace(FOLDED, masked=1.0, clip=None),
+    replace(BOTH, masked=1.0, clip=None),
 ]
 
 
