@@ -92,6 +92,7 @@ def of_world(world: int) -> list[list[Case]]:
 
 
 def test_no_form_changes_a_bit() -> None:
+    """Row 7.08: two hops have the bits of one."""
     check(of_world(2)[::3])
 
 

@@ -53,7 +53,8 @@ def run_skewed(world: World) -> tuple[Outcome, list[Exchange]]:
 
 
 def test_all_tokens_choose_experts_of_one_rank() -> None:
-    """The other's experts have no rows and no gradient; it exchanges as often, and as much."""
+    """Row 7.03: the other's experts have no rows and no gradient; it exchanges as often, and as
+    much."""
     results = run_world(2, run_skewed)
     with mock.patch.object(mixture, "choose", return_value=[1, 0]):
         check_case(SKEWED, [outcome for outcome, _ in results])

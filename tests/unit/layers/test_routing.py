@@ -218,6 +218,7 @@ def test_gradient_of_the_logits_is_that_of_the_formulas(
 
 
 def test_the_balance_term_is_one_where_tokens_are_spread_evenly() -> None:
+    """Row 7.02."""
     p = torch.full((4, 4), 0.25, dtype=torch.float64)
     choice = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int16)
     how = Routing(4, 2, scope="microbatch")

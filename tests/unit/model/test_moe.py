@@ -12,6 +12,7 @@ from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.family import GPT
+from megapipe.model.gpt.moe import mixture_parameters
 from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.model.interface import Conditions
 from megapipe.model.partition import StageSpec
@@ -55,6 +56,19 @@ def test_a_list_has_a_number_for_each_layer_with_experts() -> None:
         shapes = model.shapes()
         assert shapes[f"layers.{layer}.moe.router.weight"] == (experts, 16)
         assert shapes[f"layers.{layer}.moe.down.weight"] == (experts, 16, 24)
+
+
+def test_the_router_begins_smaller_where_that_is_asked_for() -> None:
+    """Row 7.02: by a factor, of the router alone."""
+
+    def spreads(**keys: object) -> dict[str, float | None]:
+        model = family({**SMALL, "moe": {**MIXTURE, **keys}}).model
+        return {spec.name: spec.std for spec in mixture_parameters(model, 2)}
+
+    plain, small = spreads(), spreads(router_init_scale=0.1)
+    changed = {name for name in plain if plain[name] != small[name]}
+    assert changed == {"layers.2.moe.router.weight"}
+    assert small[changed.pop()] == pytest.approx(0.1 * 0.02, rel=1e-15)
 
 
 def test_a_list_of_one_number_over_and_over_is_that_number() -> None:
