@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.layers import expert_hops
-from megapipe.layers.dispatch import Form, dispatch_of
+from megapipe.layers.dispatch import Dispatch, Form, dispatch_of
 from megapipe.layers.expert_chunks import Chunk, chunks_of
 from megapipe.layers.expert_hops import Hop, Step, Turn, steps_back, steps_there
 from megapipe.layers.expert_rows import Counts, Rows
@@ -32,6 +34,47 @@ def test_a_chunk_has_some_experts_of_each_rank() -> None:
     assert [c.own for c in second] == [slice(0, 5), slice(5, 8)]
     assert [(c.here, c.ends) for c in first] == [(slice(0, 3), [2, 3]), (slice(3, 6), [3])]
     assert [(c.here, c.ends) for c in second] == [(slice(0, 8), [3, 8]), (slice(8, 9), [1])]
+
+
+class Noted:
+    """Something of three chunks that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def begin(self, number: int) -> None:
+        self.notes.append(f"begin {number}")
+
+    def go_on(self, number: int) -> None:
+        self.notes.append(f"go on {number}")
+
+    def take(self, number: int) -> int:
+        self.notes.append(f"take {number}")
+        return number
+
+
+@pytest.mark.parametrize(
+    ("hops", "order"),
+    [
+        (None, "begin 0, begin 1, take 0, compute, begin 2, take 1, compute, take 2, compute"),
+        (
+            "two of them",
+            "begin 0, begin 1, go on 0, begin 2, go on 1, take 0, compute, go on 2, take 1, "
+            "compute, take 2, compute",
+        ),
+    ],
+)
+def test_a_chunk_is_on_its_way_before_the_one_before_it_is_computed(
+    hops: str | None, order: str
+) -> None:
+    plan = SimpleNamespace(chunks=range(3), form=SimpleNamespace(hops=hops))
+    matrices, values = Noted(), Noted()
+    of_rank: Any = SimpleNamespace(plan=plan)
+    for turn, (chunk, of, here) in enumerate(Dispatch.in_turn(of_rank, matrices, values)):
+        assert (chunk, of, here) == (turn, turn, [turn])
+        matrices.notes.append("compute")
+        values.notes.append("compute")
+    assert ", ".join(matrices.notes) == ", ".join(values.notes) == order
 
 
 def test_all_who_share_an_expert_get_its_rows() -> None:

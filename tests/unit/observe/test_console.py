@@ -1,12 +1,14 @@
 import io
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
 
 from megapipe.observe import ValidationRecord
 from megapipe.observe.console import ConsoleSink, duration, step_line, validation_line
+from megapipe.observe.record import RoutingRecord
 
 
 def test_a_step_line_shows_every_value(make_record):
@@ -15,6 +17,15 @@ def test_a_step_line_shows_every_value(make_record):
         " |    412 ms | 19.9k tok/s | 0.5213 TFLOP/s | MFU 41.3% |   1.21 GiB | ETA 2:01"
     )
     assert " GiB | 3 skipped | ETA" in step_line(make_record(skipped=3))
+
+
+def test_a_step_line_tells_how_evenly_tokens_are_spread_over_experts(make_record):
+    routing = RoutingRecord(
+        balance=1.25, z=0.5, dropped=0.0625, largest_load=2.0, idle_experts=1, largest_bias=None
+    )
+    assert " GiB | balance 1.250 | 6.2% dropped | ETA" in step_line(make_record(routing=routing))
+    whole = replace(routing, dropped=0.0)
+    assert " GiB | balance 1.250 | ETA" in step_line(make_record(routing=whole))
 
 
 def test_unknown_values_are_left_out(make_record):
