@@ -25,6 +25,7 @@ from megapipe.layers.token_shards import TokenShards
 from megapipe.layers.weight_grad import main_grad
 from megapipe.model.gpt.mixture import Mixture
 from megapipe.ops.grouped import each_expert
+from megapipe.optim.buffers import Bucket
 from megapipe.optim.policy import BucketGroups
 from megapipe.optim.rules import layerwise, muon
 from megapipe.optim.shard import Shard
@@ -245,15 +246,34 @@ def experts_of_other_tp_ranks_left_out_of_the_norm() -> Patch:
     return mock.patch.object(Shard, "own_square", wrong)
 
 
-def gradients_of_experts_multiplied_by_ep() -> Patch:
+def gradients_of_experts_scaled(factor: float) -> Patch:
     finish = Shard.finish_reduce
 
     def wrong(self: Shard) -> None:
         finish(self)
-        if self.bucket.entries[0].spec.experts:
-            self.grad *= 2
+        if self.bucket.experts:
+            self.grad *= factor
 
     return mock.patch.object(Shard, "finish_reduce", wrong)
+
+
+def gradients_of_experts_multiplied_by_ep() -> Patch:
+    return gradients_of_experts_scaled(2.0)
+
+
+def gradients_of_experts_divided_by_ep() -> Patch:
+    return gradients_of_experts_scaled(0.5)
+
+
+def gradients_of_the_step_before() -> Patch:
+    zero = Bucket.zero_grad
+
+    def wrong(self: Bucket) -> None:
+        if self.experts:
+            return
+        zero(self)
+
+    return mock.patch.object(Bucket, "zero_grad", wrong)
 
 
 def rows_come_back_in_the_order_of_experts() -> Patch:
@@ -399,6 +419,8 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     loads_of_one_micro_batch_only: EXPERTS,
     experts_reduced_over_the_dense_group: TENSOR,
     gradients_of_experts_multiplied_by_ep: SEVERAL,
+    gradients_of_experts_divided_by_ep: SEVERAL,
+    gradients_of_the_step_before: SEVERAL,
     rows_come_back_in_the_order_of_experts: SEVERAL,
     rows_are_computed_in_the_order_of_ranks: SEVERAL,
     gradient_of_the_weights_of_others_lost: SEVERAL,

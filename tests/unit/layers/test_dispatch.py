@@ -53,17 +53,14 @@ class Noted:
         return number
 
 
-@pytest.mark.parametrize(
-    ("hops", "order"),
-    [
-        (None, "begin 0, begin 1, take 0, compute, begin 2, take 1, compute, take 2, compute"),
-        (
-            "two of them",
-            "begin 0, begin 1, go on 0, begin 2, go on 1, take 0, compute, go on 2, take 1, "
-            "compute, take 2, compute",
-        ),
-    ],
+ONE_HOP = "begin 0, begin 1, take 0, compute, begin 2, take 1, compute, take 2, compute"
+TWO_HOPS = (
+    "begin 0, begin 1, go on 0, begin 2, go on 1, take 0, compute, go on 2, take 1, compute, "
+    "take 2, compute"
 )
+
+
+@pytest.mark.parametrize(("hops", "order"), [(None, ONE_HOP), ("two", TWO_HOPS)])
 def test_a_chunk_is_on_its_way_before_the_one_before_it_is_computed(
     hops: str | None, order: str
 ) -> None:
