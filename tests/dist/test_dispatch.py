@@ -19,12 +19,12 @@ from megapipe.layers import dispatch, expert_fetch, expert_hops
 from megapipe.plan.traffic import step_traffic
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
-from tests.parity.bitwise import assert_bitwise
+from tests.parity.bitwise import check_groups
 from tests.parity.cases import Rows
 from tests.parity.chosen import chosen, evenly
 from tests.parity.dispatch_faults import FAULTS, run_faults
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.ranks import Case, check_case, configure, run_cases
+from tests.parity.ranks import Case, check_case, configure
 from tests.parity.stopped_runs import STEPS, Play, assert_continues, run
 
 DATA = Case(dp=2, ep=2, moe="capacity, choice", masked=0.3, layers=2)
@@ -73,43 +73,29 @@ CLOSE = [
 """Forms whose sums are others in their last bits; experts that travel have other rows."""
 
 
-def check(groups: list[list[Case]]) -> None:
-    """The first of each computes what the reference does, the others the same bits."""
-    cases = [case for group in groups for case in group]
-    results = run_world(cases[0].world, run_cases, cases, timeout_s=60 + 10 * len(cases))
-    found = dict(zip(cases, map(list, zip(*results, strict=True)), strict=True))
-    for first, *others in groups:
-        check_case(first, found[first])
-        for case in others:
-            try:
-                assert_bitwise(found[case], found[first])
-            except AssertionError as error:
-                raise AssertionError(f"{case.name}: {error}") from None
-
-
 def of_world(world: int) -> list[list[Case]]:
     return [group for group in GROUPS if group[0].world == world]
 
 
 def test_no_form_changes_a_bit() -> None:
     """Row 7.08: two hops have the bits of one."""
-    check(of_world(2)[::3])
+    check_groups(of_world(2)[::3])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 def test_no_form_changes_a_bit_in_more_layouts(world: int) -> None:
-    check(of_world(world))
+    check_groups(of_world(world))
 
 
 def test_others_compute_what_the_reference_does() -> None:
-    check([[case] for case in CLOSE if case.world == 2][::4])
+    check_groups([[case] for case in CLOSE if case.world == 2][::4])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 def test_others_in_more_layouts(world: int) -> None:
-    check([[case] for case in CLOSE if case.world == world])
+    check_groups([[case] for case in CLOSE if case.world == world])
 
 
 class Exchange(NamedTuple):

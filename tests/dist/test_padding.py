@@ -14,12 +14,12 @@ import pytest
 
 from megapipe.layers import experts
 from megapipe.testing import World, run_world
-from tests.parity.bitwise import assert_bitwise
+from tests.parity.bitwise import check_groups
 from tests.parity.cases import Case
 from tests.parity.checking import check_case
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.padding_faults import FAULTS, run_faults
-from tests.parity.ranks import run_case, run_cases
+from tests.parity.ranks import run_case
 
 ALONE = Case(moe="capacity, choice", layers=2, masked=0.3, pad=True)
 DATA = replace(ALONE, dp=2, ep=2)
@@ -69,20 +69,6 @@ OTHERS = [
 ]
 
 
-def check(groups: list[list[Case]]) -> None:
-    """The first of each computes what the reference does, the others the same bits."""
-    cases = [case for group in groups for case in group]
-    results = run_world(cases[0].world, run_cases, cases, timeout_s=60 + 10 * len(cases))
-    found = dict(zip(cases, map(list, zip(*results, strict=True)), strict=True))
-    for first, *others in groups:
-        try:
-            check_case(first, found[first])
-            for case in others:
-                assert_bitwise(found[case], found[first])
-        except AssertionError as error:
-            raise AssertionError(f"{first.name}: {error}") from None
-
-
 def of_world(world: int) -> list[list[Case]]:
     groups = [*GROUPS, *([case] for case in OTHERS)]
     return [group for group in groups if group[0].world == world]
@@ -90,13 +76,13 @@ def of_world(world: int) -> list[list[Case]]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_empty_rows_change_nothing(world: int) -> None:
-    check(of_world(world)[: 2 if world == 1 else 1])
+    check_groups(of_world(world)[: 2 if world == 1 else 1])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_empty_rows_change_nothing_in_more_layouts(world: int) -> None:
-    check(of_world(world)[[0, 2, 1, 0, 0][world] :])
+    check_groups(of_world(world)[[0, 2, 1, 0, 0][world] :])
 
 
 def counted(world: World, case: Case) -> int:

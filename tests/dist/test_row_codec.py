@@ -21,7 +21,7 @@ from megapipe.layers.moe_specs import Codec, Routing, expert_matrices, of_tokens
 from megapipe.layers.parameter import Sharding
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.testing import World, run_world
-from tests.parity.bitwise import assert_bitwise
+from tests.parity.bitwise import assert_bitwise, check_groups
 from tests.parity.cases import Case
 from tests.parity.checking import check_case
 from tests.parity.codec_faults import FAULTS, run_faults
@@ -50,28 +50,19 @@ CASES = [
 ]
 
 
-def check(cases: list[Case]) -> None:
-    results = run_world(cases[0].world, run_cases, cases, timeout_s=60 + 10 * len(cases))
-    for case, *outcomes in zip(cases, *results, strict=True):
-        try:
-            check_case(case, outcomes)
-        except AssertionError as error:
-            raise AssertionError(f"{case.name}: {error}") from None
-
-
 def of_world(world: int) -> list[Case]:
     return [case for case in CASES if case.world == world]
 
 
 def test_rows_are_coded_as_by_the_reference() -> None:
     """Row 7.13."""
-    check(of_world(2)[:3])
+    check_groups([[case] for case in of_world(2)[:3]])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_are_coded_as_by_the_reference_in_more_layouts(world: int) -> None:
-    check(of_world(world)[3 if world == 2 else 0 :])
+    check_groups([[case] for case in of_world(world)[3 if world == 2 else 0 :]])
 
 
 NARROW = [

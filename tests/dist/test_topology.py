@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from megapipe.testing import run_world
-from tests.parity.bitwise import assert_bitwise, outcomes_of
+from tests.parity.bitwise import assert_bitwise, check_groups, outcomes_of
 from tests.parity.cases import Case
 from tests.parity.checking import check_case
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.ranks import run_cases
 from tests.parity.topology_faults import FAULTS, SKEWED, run_faults
 
 NODES: dict[str, Any] = {"dp": 4, "ep": 4, "node": 2, "topology": (8.0, 3.0, 1.0)}
@@ -34,28 +32,19 @@ CASES = [
 ]
 
 
-def check(cases: list[Case]) -> None:
-    results = run_world(cases[0].world, run_cases, cases, timeout_s=60 + 10 * len(cases))
-    for case, *outcomes in zip(cases, *results, strict=True):
-        try:
-            check_case(case, outcomes)
-        except AssertionError as error:
-            raise AssertionError(f"{case.name}: {error}") from None
-
-
 def of_world(world: int) -> list[Case]:
     return [case for case in CASES if case.world == world]
 
 
 def test_the_term_goes_by_the_rank_of_each_token() -> None:
     """Row 7.16."""
-    check(of_world(2)[:2])
+    check_groups([[case] for case in of_world(2)[:2]])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_term_in_more_layouts(world: int) -> None:
-    check(of_world(world)[2 if world == 2 else 0 :])
+    check_groups([[case] for case in of_world(world)[2 if world == 2 else 0 :]])
 
 
 def test_uniform_bandwidths_are_the_standard_term_to_the_bit() -> None:
