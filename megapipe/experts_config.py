@@ -11,8 +11,8 @@ from megapipe.section import Expected, Section
 
 class ExpertsConfig(Section):
     """How tokens get to their experts on other ranks and back (docs/moe.md), where these are split
-    by `parallel.ep` or `parallel.etp`. No key but `codec` and `topology`
-    changes the mathematics; `policy` changes the order of some sums."""
+    by `parallel.ep` or `parallel.etp`. No key but `codec` and `topology` changes the mathematics;
+    `policy` changes the order of some sums."""
 
     dispatch: Literal["all_to_all", "all_gather", "hierarchical", "fetch", "auto"] = "all_to_all"
     """all_to_all: a row for each choice of a token goes to the rank of its expert. hierarchical:
