@@ -62,9 +62,9 @@ class Shape(NamedTuple):
     ffn: int
 
 
-def numbers(rows: int, *, zipf: bool) -> list[int]:
+def numbers(rows: int, experts: int, *, zipf: bool) -> list[int]:
     """Rows of each expert."""
-    shares = [1 / (i + 1) if zipf else 1.0 for i in range(EXPERTS)]
+    shares = [1 / (i + 1) if zipf else 1.0 for i in range(experts)]
     found = [int(rows * share / sum(shares)) for share in shares]
     found[0] += rows - sum(found)
     return found
@@ -84,7 +84,7 @@ def best(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
 
 def products(shape: Shape, rounds: int, *, zipf: bool) -> list[Result]:
     """F, I and W of both products, of rows in the order of their experts."""
-    ends = list(accumulate(numbers(shape.rows, zipf=zipf)))
+    ends = list(accumulate(numbers(shape.rows, EXPERTS, zipf=zipf)))
     ways = {"up": (shape.hidden, 2 * shape.ffn), "down": (shape.ffn, shape.hidden)}
     ours: list[Callable[[], object]] = []
     dense: list[Callable[[], object]] = []

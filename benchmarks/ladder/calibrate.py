@@ -37,10 +37,12 @@ def calibrate(size: Size, device: torch.device) -> Calibration:
 
 
 def products(model: ModelConfig) -> list[tuple[int, int, int]]:
-    """(uses, inputs, outputs) of the linear layers of a model."""
+    """(uses, inputs, outputs) of the linear layers of a model; the experts of a token count as one
+    layer of their widths together."""
     head_dim, h = known(model.head_dim), model.hidden
     queries = model.heads * head_dim
-    ffn = known(model.ffn_hidden)
+    moe = model.moe
+    ffn = known(model.ffn_hidden) if moe.experts is None else moe.top_k * known(moe.ffn)
     gates = 2 if model.activation == "swiglu" else 1
     return [
         (model.layers, h, queries + 2 * known(model.kv_heads) * head_dim),

@@ -29,7 +29,7 @@ class Report:
     def _speeds(self) -> list[Result]:
         results = []
         for size in self._sizes():
-            ours, theirs = self._best(size, "megapipe"), self._best(size, "Hugging Face")
+            ours, theirs = self.best(size, "megapipe"), self.best(size, "Hugging Face")
             if ours is None:
                 continue
             mfu = self._mfu(ours)
@@ -129,7 +129,7 @@ class Report:
         named = (r.size for r in self.records if isinstance(r, Calibration | Row))
         return [size_of(name) for name in dict.fromkeys(named)]
 
-    def _best(self, size: Size, side: str) -> Row | None:
+    def best(self, size: Size, side: str) -> Row | None:
         rows = [
             r for r in self.records if isinstance(r, Row) and (r.size, r.side) == (size.name, side)
         ]

@@ -106,7 +106,7 @@ Precision = Literal["fp32", "mixed", "bf16"]
 
 
 class HuggingFace(Side):
-    """transformers' GPT-2 or Llama in the usual loop: SDPA, fused AdamW, clipping.
+    """transformers' model in the usual loop: SDPA, grouped products of experts, fused AdamW, clipping.
 
     mixed: weights and activations in bf16, updates of fp32 masters with fp32 state, the types of
     megapipe's; under autocast the residual stream would be fp32, which is slower. bf16: weights,
@@ -128,9 +128,12 @@ class HuggingFace(Side):
             "bf16": "bf16 weights, bf16 state",
         }[precision]
         padded = padded_vocabulary(size.family["vocab_size"], 1)
+        experts = {} if size.model.moe.experts is None else {"experts_implementation": "grouped_mm"}
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
-                config_to_hf(size.model, vocab_size=padded), attn_implementation="sdpa", dtype=dtype
+                config_to_hf(size.model, vocab_size=padded, **experts),
+                attn_implementation="sdpa",
+                dtype=dtype,
             )
         self.model: nn.Module = model.train()
         if compile:

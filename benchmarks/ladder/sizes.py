@@ -93,9 +93,10 @@ class Size:
 
     @property
     def matmul_parameters(self) -> int:
-        """N of 6N: parameters in matrix products, the head included, embeddings not."""
-        weights = self.layers * layer_flops(self.model, 0) + head_flops(self.model)
-        return weights // 2
+        """N of 6N: parameters in matrix products of a token, the head included, embeddings not."""
+        experts = self.model.moe.experts_of
+        layers = (layer_flops(self.model, 0, experts=experts(i)) for i in range(self.layers))
+        return (sum(layers) + head_flops(self.model)) // 2
 
     @property
     def flops(self) -> int:
@@ -121,11 +122,27 @@ LADDER = [
 ]  # fmt: skip
 """GPT-2 small and medium, GPT-3 XL and Llama 2 7B."""
 
+MIXTURE = Size(
+    "3B of experts", 16, 1536, 12, 2048,
+    {**LLAMA, "moe": {"experts": 32, "top_k": 4, "ffn": 1152, "balance": 0.0}},
+    4, 32, 4,
+)  # fmt: skip
+"""4 of 32 experts: 0.59B of 3.0B parameters are active."""
+DENSE = Size("0.6B dense", 16, 1536, 12, 2048, {**LLAMA, "ffn_hidden": 4 * 1152}, 4, 64, 4)
+"""As many as are active in `MIXTURE`."""
+
 TOY = Size("toy", 2, 32, 2, 16, {"vocab_size": 64}, 2, 4, 2)
+TOY_MIXTURE = Size(
+    "toy of experts", 2, 32, 2, 16,
+    {**LLAMA, "vocab_size": 64, "moe": {"experts": 4, "top_k": 2, "ffn": 32, "balance": 0.0}},
+    2, 4, 2,
+)  # fmt: skip
+TOY_DENSE = Size("toy dense", 2, 32, 2, 16, {**LLAMA, "vocab_size": 64, "ffn_hidden": 64}, 2, 4, 2)
 
 
 def size_of(name: str) -> Size:
-    return next(size for size in [*LADDER, TOY] if size.name == name)
+    every = [*LADDER, MIXTURE, DENSE, TOY, TOY_MIXTURE, TOY_DENSE]
+    return next(size for size in every if size.name == name)
 
 
 def has_key(section: str, key: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from megapipe.ops.compiler import compile_elementwise, needs_inductor
+from megapipe.ops.compiler import compile_rows, needs_inductor
 from megapipe.ops.probe import (
     Candidate,
     agree,
@@ -69,7 +69,7 @@ def _gate_grad(both: Tensor, grad: Tensor) -> Tensor:
 
 def inductor_swiglu() -> SwigluKernel:
     """Forward and backward compiled, each a kernel; saves gate and up alone."""
-    forward, backward = compile_elementwise(_gate), compile_elementwise(_gate_grad)
+    forward, backward = compile_rows(_gate), compile_rows(_gate_grad)
 
     class Swiglu(Function):
         @staticmethod

@@ -110,7 +110,7 @@ def counting(*, inductor: bool) -> Iterator[Kernels]:
         for module in (loss, rotary, swiglu) if inductor else ():
             for name, new in (
                 ("needs_inductor", lambda device: None),
-                ("compile_elementwise", kernels.compiled),
+                ("compile_rows" if module is swiglu else "compile_elementwise", kernels.compiled),
             ):
                 patches.enter_context(mock.patch.object(module, name, new))
         yield kernels

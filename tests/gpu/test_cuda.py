@@ -70,6 +70,18 @@ EXACT = [
     ],
 ]
 IDS = ["one process", "eight processes", "in process"]
+WITH_EXPERTS = [
+    [
+        Case(moe="top 2", model="llama", masked=0.3),
+        Case(moe="capacity, score", activations="full"),
+    ],
+    [
+        replace(SHARED, moe="groups", ep=2, model="llama", tied=False),
+        replace(SHARED, moe="capacity, choice", ep=2, etp=2, dispatch="fetch", debug=False),
+        replace(SHARED, moe="top 2", ep=2, expert_chunks=2, schedule="dualpipe", debug=False),
+    ],
+    [replace(IN_PROCESS, moe="shared, gated"), replace(IN_PROCESS, moe="random", schedule="1f1b")],
+]
 
 
 def on_gpu(cases: list[Case]) -> list[list[Outcome]]:
@@ -81,6 +93,27 @@ def on_gpu(cases: list[Case]) -> list[list[Outcome]]:
 @pytest.mark.parametrize("cases", EXACT, ids=IDS)
 def test_fp64_is_the_reference_s(cases: list[Case]) -> None:
     """Loss, gradients, norm, weights and validation loss."""
+    for case, outcomes in zip(cases, on_gpu(cases), strict=True):
+        check_case(case, outcomes)
+
+
+@pytest.mark.parametrize("cases", WITH_EXPERTS, ids=IDS)
+def test_experts_in_fp64(cases: list[Case]) -> None:
+    """Also counts, dropped choices, and the terms of balance."""
+    for case, outcomes in zip(cases, on_gpu(cases), strict=True):
+        check_case(case, outcomes)
+
+
+def test_experts_in_bf16() -> None:
+    """Under the choices made, which are those of the scores."""
+    case = Case(moe="top 2", model="llama", dtype="bf16")
+    ((outcome,),) = on_gpu([case])
+    check_case(case, [outcome])
+
+
+def test_compiled_blocks() -> None:
+    """What inductor makes for the device, in fp64: whole blocks, and around experts."""
+    cases = [Case(compile=True), Case(compile=True, moe="groups", model="llama", masked=0.3)]
     for case, outcomes in zip(cases, on_gpu(cases), strict=True):
         check_case(case, outcomes)
 

@@ -182,6 +182,20 @@ def test_swiglu(dtype: torch.dtype) -> None:
     assert both.equal(kept), "its backward writes into copies only"
 
 
+def test_the_gate_is_compiled_once_for_any_number_of_rows() -> None:
+    kernel = kernel_of("swiglu", "inductor", swiglu.candidates(device=DEVICE, dtype=torch.bfloat16))
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    for rows in (4096, 5, 17, 0, 1, 33, 1000):
+        both = torch.randn(rows, 256, device=DEVICE).bfloat16().requires_grad_()
+        grad = torch.randn(rows, 128, device=DEVICE).bfloat16()
+        found, usual = (of(both) for of in (kernel, swiglu.torch_swiglu))
+        pairs = [torch.autograd.grad(y, [both], grad)[0] for y in (found, usual)]
+        torch.testing.assert_close(found, usual, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(*pairs, rtol=2e-2, atol=1e-2)
+    assert counters["unique_graphs"] - before == 2, "forward and backward"
+
+
 @pytest.mark.parametrize("ends", [(2048, 2048, 2049, 4096), (0, 0, 0, 512), (128, 256, 384, 512)])
 def test_products_of_experts(ends: tuple[int, ...]) -> None:
     offered = grouped.candidates(device=DEVICE, dtype=torch.bfloat16, widths=[256, 704])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from megapipe.ops import loss, rotary, swiglu
 from megapipe.ops.loss import InductorLoss, Labels, LossKernel, TorchLoss
@@ -20,8 +22,9 @@ VOCAB, WIDTH, TOKENS = 37, 20, 11
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled functions are the functions themselves."""
-    for module in (loss, rotary, swiglu):
+    for module in (loss, rotary):
         monkeypatch.setattr(module, "compile_elementwise", lambda function: function)
+    monkeypatch.setattr(swiglu, "compile_rows", lambda function: function)
 
 
 def chosen(dtype: torch.dtype) -> list[Choice[Any]]:
@@ -59,6 +62,22 @@ def test_without_triton_a_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = choose("loss", "auto", loss.candidates(device=torch.device("cuda"), dtype=torch.half))
     assert choice.name == "torch"
     assert choice.why.startswith("inductor: ")
+
+
+def test_rows_are_compiled_once_whatever_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts have other numbers of rows in each micro-batch, none and one among them."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    gate = swiglu.inductor_swiglu()
+    for shape in [(5,), (7,), (0,), (1,), (2,), (64,), (3, 4), (1000,), (7,)]:
+        both = torch.randn(*shape, 2 * WIDTH, requires_grad=True)
+        grad = torch.randn(*shape, WIDTH)
+        found, usual = (kernel(both) for kernel in (gate, swiglu.torch_swiglu))
+        torch.testing.assert_close(found, usual)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(y, [both], grad) for y in (found, usual))
+        )
+    assert counter.frame_count == 2, "forward and backward"
 
 
 def of_all_ranks(kernel: LossKernel, logits: Tensor, labels: Tensor, weights: Tensor) -> Any:
