@@ -283,6 +283,10 @@ class KernelsConfig(Section):
     """Products of experts in F and I: one after the other (loop), or all in one kernel of torch
     (grouped), which is auto on a GPU in bf16. W adds the gradients of each expert by `weight_grad`,
     which keeps them in fp32."""
+    expert_rows: Literal["auto", "torch", "inductor"] = "auto"
+    """What experts do with their rows around these products, the activation times the weight of the
+    choice and the sums of a token's rows: torch's operations, or a kernel or two each, made by
+    inductor, which takes seconds at start; auto is inductor on a GPU."""
     optimizer: Literal["auto", "torch", "apex"] = "auto"
     """The update of adamw and adam: torch's fused kernel or NVIDIA apex's."""
     compile: bool = False

@@ -106,7 +106,7 @@ Precision = Literal["fp32", "mixed", "bf16"]
 
 
 class HuggingFace(Side):
-    """transformers' model in the usual loop: SDPA, grouped products of experts, fused AdamW, clipping.
+    """transformers' model in the usual loop: SDPA, grouped experts, fused AdamW, clipping.
 
     mixed: weights and activations in bf16, updates of fp32 masters with fp32 state, the types of
     megapipe's; under autocast the residual stream would be fp32, which is slower. bf16: weights,

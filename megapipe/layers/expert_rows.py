@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather
+from megapipe.ops.expert_rows import RowKernel
 
 
 class Counts(NamedTuple):
@@ -101,12 +102,7 @@ class Rows(NamedTuple):
         """[tokens, k] of values [rows]; 0 where a choice is dropped."""
         return torch.cat((values, values.new_zeros(1)))[self.slots]
 
-    def add_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    def add_up(self, rows: Tensor, dtype: torch.dtype, kernel: RowKernel) -> Tensor:
         """[tokens, h]: the rows [rows, h] of each token's choices added in their order, in `dtype`;
         a dropped one adds 0."""
-        if self.drops:
-            rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-        total = rows[self.slots[:, 0]].to(dtype)
-        for choice in range(1, self.slots.shape[1]):
-            total += rows[self.slots[:, choice]]
-        return total
+        return kernel.add_up(rows, self.slots, dtype, drops=self.drops)

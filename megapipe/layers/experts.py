@@ -15,7 +15,7 @@ by expert, and leave an expert without rows alone. Frozen experts leave nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,10 +42,8 @@ from megapipe.layers.routing import Chosen
 from megapipe.layers.routing_noise import TokenNoise
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.token_shards import TokenShards
+from megapipe.ops.expert_rows import Activation
 from megapipe.ops.grouped import each_expert
-
-Activation = Callable[[Tensor], Tensor]
-"""The output of the first product -> the input of the second."""
 
 
 class Experts(nn.Module):
@@ -223,7 +221,7 @@ class Experts(nn.Module):
     def narrow(self, of: Matrices, ends: Sequence[int], wide: Tensor, weight: Tensor) -> Tensor:
         """The second product of a chunk's rows, of their activation [rows, f] times the weight:
         [rows, h]."""
-        inner = self.activation(wide).mul_(weight.unsqueeze(1))
+        inner = self.sharding.kernels.rows.weighted(wide, weight, self.activation)
         y = self.sharding.kernels.experts(inner, of.down.transpose(1, 2), ends)
         if of.down_bias is not None:
             for expert, here in each_expert(ends):
@@ -236,17 +234,14 @@ class Experts(nn.Module):
         """Of a chunk's rows, from the gradient of their outputs [rows, h] and the first product:
         the input of the second one [rows, f], the gradient of the first [rows, (2) f], and that of
         the weights [rows]."""
-        with torch.enable_grad():
-            wide = wide.detach().requires_grad_()
-            plain = self.activation(wide)  # [rows, f]
-        inner = (plain.detach() * weight.unsqueeze(1)).to(grad.dtype)
-        grad_inner = self.sharding.kernels.experts(grad, of.down, ends)
-        of_weight = (grad_inner * plain.detach()).sum(-1, dtype=self.dtype)
+        kernels = self.sharding.kernels
+        grad_inner = kernels.experts(grad, of.down, ends)
+        inner, grad_wide, of_weight = kernels.rows.gradients(
+            wide, weight, grad_inner, self.activation
+        )
         if of.down_bias is not None:
             for expert, own in each_expert(ends):
                 of_weight[own] += (grad[own] @ of.down_bias[expert]).to(self.dtype)
-        grad_plain = grad_inner.mul_(weight.unsqueeze(1))
-        (grad_wide,) = torch.autograd.grad(plain, wide, grad_plain)
         return inner, grad_wide, of_weight
 
 
@@ -266,7 +261,7 @@ class _ExpertsFunction(Function):
         logits = layer.seen(noise, tokens) @ router.to(layer.dtype).t()
         p = route.scores(logits, routing)
         choice, counts, told = layer.choice(logits, p, mb, sequences, graph, noise)
-        split = layer.sharding
+        split, kernels = layer.sharding, layer.sharding.kernels
         given = split.ep, split.etp, split.form, layer.copies
         dispatch = dispatch_of(layer.placed(choice), told, *given)
         weights = route.weights(p, route.experts_of(choice), routing)
@@ -295,7 +290,8 @@ class _ExpertsFunction(Function):
         ctx.seen = partial(layer.seen, noise)
         if graph_only:
             return x.new_empty(()).expand(x.shape)
-        return dispatch.rows.add_up(home.arrived(), layer.dtype).to(x.dtype).view_as(x)
+        total = dispatch.rows.add_up(home.arrived(), layer.dtype, kernels.rows)
+        return total.to(x.dtype).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -336,6 +332,6 @@ class _ExpertsFunction(Function):
         )
         if not layer.frozen:
             queue.put(RouterTask(layer.router, tokens, of_logits, ctx.seen))
-        total = rows.add_up(grad_x, layer.dtype)
+        total = rows.add_up(grad_x, layer.dtype, kernels.rows)
         total += ctx.seen(of_logits @ layer.router.to(layer.dtype))
         return total.to(grad.dtype).view_as(grad), None, None, None, None, None

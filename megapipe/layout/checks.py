@@ -317,6 +317,10 @@ def _check_kernels(config: Config, family: Family) -> None:
         raise ConfigError(
             f"kernels.experts={kernels.experts} is for model.moe.experts: expected auto"
         )
+    if kernels.expert_rows not in ("auto", "torch") and not family.kernels.experts:
+        raise ConfigError(
+            f"kernels.expert_rows={kernels.expert_rows} is for model.moe.experts: expected auto"
+        )
     if kernels.optimizer not in ("auto", "torch") and not declaration(rule).takes_kernel:
         takers = either([name for name in RULES if RULES[name].takes_kernel])
         raise ConfigError(

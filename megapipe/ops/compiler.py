@@ -36,22 +36,22 @@ def compile_elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def compile_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compile elementwise operations on the rows of tensors [..., width]: once for each combination
-    of widths, whatever number of rows they have, which differs from micro-batch to micro-batch
-    where experts have rows."""
-    compiled: dict[Any, Callable[..., Tensor]] = {}
+def compile_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile elementwise operations on tensors [rows, ...], and sums over their last dimension:
+    once for whatever number of rows from :data:`FEWEST_ROWS` on, which differs from micro-batch to
+    micro-batch where experts have rows. What is no tensor can be a key of a dictionary."""
+    compiled: dict[Any, Callable[..., Any]] = {}
 
-    def run(*args: Tensor) -> Tensor:
-        flat = [x.reshape(-1, x.shape[-1]) for x in args]
-        if len(flat[0]) < FEWEST_ROWS:
-            return function(*args)
-        key = tuple((x.shape[1], x.stride(), x.dtype) for x in flat)
+    def run(*args: Any) -> Any:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        key = tuple(
+            (x.shape[1:], x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in args
+        )
         if key not in compiled:
             compiled[key] = torch.compile(_own(function), fullgraph=True)
-        for x in flat:
+        for x in tensors:
             torch._dynamo.maybe_mark_dynamic(x, 0)
-        return compiled[key](*flat).view(*args[0].shape[:-1], -1)
+        return compiled[key](*args)
 
     return run
 

@@ -12,6 +12,7 @@ from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.block_attention import BlockKernel
 from megapipe.ops.compiler import Compiler
+from megapipe.ops.expert_rows import RowKernel, TorchRows
 from megapipe.ops.grouped import GroupedKernel, loop_product
 from megapipe.ops.loss import LossKernel, TorchLoss
 from megapipe.ops.norm import NormKernel, torch_norm
@@ -55,6 +56,8 @@ class Kernels:
     """Of a loss in chunks."""
     accumulate: AccumulateKernel = torch_accumulate
     experts: GroupedKernel = loop_product
+    rows: RowKernel = field(default_factory=TorchRows)
+    """Of experts, around these products."""
     adam: AdamKernel = torch_adam
     compiler: Compiler | None = None
     """The compiler of the blocks, if there is one."""

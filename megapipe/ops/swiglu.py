@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from megapipe.ops.compiler import compile_rows, needs_inductor
+from megapipe.ops.compiler import FEWEST_ROWS, compile_rows, needs_inductor
 from megapipe.ops.probe import (
     Candidate,
     agree,
@@ -69,7 +69,7 @@ def _gate_grad(both: Tensor, grad: Tensor) -> Tensor:
 
 def inductor_swiglu() -> SwigluKernel:
     """Forward and backward compiled, each a kernel; saves gate and up alone."""
-    forward, backward = compile_rows(_gate), compile_rows(_gate_grad)
+    forward, backward = _of_rows(_gate), _of_rows(_gate_grad)
 
     class Swiglu(Function):
         @staticmethod
@@ -82,6 +82,19 @@ def inductor_swiglu() -> SwigluKernel:
             return backward(*ctx.saved_tensors, grad)
 
     return Swiglu.apply
+
+
+def _of_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compiled for tensors [..., width]."""
+    compiled = compile_rows(function)
+
+    def run(*args: Tensor) -> Tensor:
+        flat = [x.reshape(-1, x.shape[-1]) for x in args]
+        if len(flat[0]) < FEWEST_ROWS:
+            return function(*args)
+        return compiled(*flat).view(*args[0].shape[:-1], -1)
+
+    return run
 
 
 def liger_swiglu(function: Any) -> SwigluKernel:

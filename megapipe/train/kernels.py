@@ -18,7 +18,17 @@ from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.layout.dispatch import bandwidths
 from megapipe.layout.layout import Layout
 from megapipe.model.kernel_needs import KernelNeeds
-from megapipe.ops import adam, attention_choice, grouped, loss, norm, rotary, swiglu, weight_grad
+from megapipe.ops import (
+    adam,
+    attention_choice,
+    expert_rows,
+    grouped,
+    loss,
+    norm,
+    rotary,
+    swiglu,
+    weight_grad,
+)
 from megapipe.ops.attention import AttentionKernel
 from megapipe.ops.attention_choice import Attended, torch_choice
 from megapipe.ops.block_attention import BlockKernel, Explicit
@@ -101,6 +111,8 @@ def select_kernels(
     if needs.experts:
         of_experts = grouped.candidates(device=device, dtype=dtype, widths=needs.experts)
         found["experts"] = choose("experts", wanted.experts, of_experts)
+        around = expert_rows.candidates(device=device, dtype=dtype)
+        found["rows"] = choose("expert_rows", wanted.expert_rows, around)
     if needs.rotary:
         turns = rotary.candidates(device=device, dtype=dtype, compiled=wanted.compile)
         found["rotary"] = choose("rotary", wanted.rotary, turns)

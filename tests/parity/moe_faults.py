@@ -61,8 +61,8 @@ def gradient_through_the_weights_dropped() -> Patch:
 def weights_renormalised_after_dropping() -> Patch:
     add_up = Rows.add_up
 
-    def wrong(self: Rows, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        total = add_up(self, rows, dtype)
+    def wrong(self: Rows, *rest: Any) -> Tensor:
+        total = add_up(self, *rest)
         here = (self.slots < self.total).sum(1, keepdim=True).clamp(min=1)
         return total * (self.slots.shape[1] / here)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from megapipe.layers import expert_padding, experts
@@ -55,9 +54,9 @@ def there_is_a_place_too_few() -> Patch:
 def dropped_choices_have_the_last_row() -> Patch:
     add_up = PaddedRows.add_up
 
-    def wrong(self: PaddedRows, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    def wrong(self: PaddedRows, *rest: Any) -> Tensor:
         last = self._replace(slots=self.slots.clamp(max=self.total - 1))
-        return add_up(last, rows, dtype)
+        return add_up(last, *rest)
 
     return mock.patch.object(PaddedRows, "add_up", wrong)
 

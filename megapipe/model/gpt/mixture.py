@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor, nn
 
 from megapipe.layers.experts import Experts
@@ -12,9 +10,10 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.recompute import Keeping, keep
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.mlp import MLP, activate
+from megapipe.model.gpt.mlp import MLP, Activate
 from megapipe.model.gpt.moe import routing_of
 from megapipe.model.gpt.parameters import Named, layer_of
+from megapipe.ops.swiglu import torch_swiglu
 
 
 class Mixture(nn.Module):
@@ -27,12 +26,13 @@ class Mixture(nn.Module):
     def __init__(self, sharding: Sharding, config: ModelConfig, layer: int, named: Named) -> None:
         super().__init__()
         moe, name = config.moe, f"layers.{layer}.moe"
-        self.kind = moe.shared_gate
+        self.kind, kernels = moe.shared_gate, sharding.kernels
+        swiglu = torch_swiglu if kernels.rows.traces else kernels.swiglu
         self.experts = Experts(
             sharding,
             layer,
             routing_of(moe, layer),
-            partial(activate, kind=config.activation, swiglu=sharding.kernels.swiglu),
+            Activate(config.activation, swiglu),
             named[f"{name}.router.weight"],
             layer_of(named, f"{name}.up"),
             layer_of(named, f"{name}.down"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,8 +26,8 @@ class MLP(nn.Module):
         self, sharding: Sharding, config: ModelConfig, name: str, parameters: Named
     ) -> None:
         super().__init__()
-        self.activation = config.activation
-        self.swiglu = sharding.kernels.swiglu
+        self.activate = Activate(config.activation, sharding.kernels.swiglu)
+        """The output of `up` -> the input of `down`, [s, b, f/tp]."""
         self.up = ColumnParallelLinear(sharding, *layer_of(parameters, f"{name}.up"))
         self.down = RowParallelLinear(sharding, *layer_of(parameters, f"{name}.down"))
 
@@ -36,15 +38,17 @@ class MLP(nn.Module):
         """
         return self.down(self.activate(y), graph_only)
 
-    def activate(self, y: Tensor) -> Tensor:
-        """The output of `up` -> the input of `down`, [s, b, f/tp]."""
-        return activate(y, self.activation, self.swiglu)
 
+@dataclass(frozen=True)
+class Activate:
+    """The activation between the two matrices: [..., f], with a gate [..., 2 f], -> [..., f]."""
 
-def activate(y: Tensor, kind: str, swiglu: SwigluKernel) -> Tensor:
-    """Activation between the two matrices: [..., f], with a gate [..., 2 f], -> [..., f]."""
-    if kind == "swiglu":
-        return swiglu(y)
-    if kind == "geglu_tanh":
-        return torch_geglu(y)
-    return functional.gelu(y, approximate="tanh" if kind == "gelu_tanh" else "none")
+    kind: str
+    swiglu: SwigluKernel
+
+    def __call__(self, y: Tensor) -> Tensor:
+        if self.kind == "swiglu":
+            return self.swiglu(y)
+        if self.kind == "geglu_tanh":
+            return torch_geglu(y)
+        return functional.gelu(y, approximate="tanh" if self.kind == "gelu_tanh" else "none")

@@ -74,9 +74,7 @@ def test_rows_are_compiled_once_whatever_their_number(monkeypatch: pytest.Monkey
         grad = torch.randn(*shape, WIDTH)
         found, usual = (kernel(both) for kernel in (gate, swiglu.torch_swiglu))
         torch.testing.assert_close(found, usual)
-        torch.testing.assert_close(
-            *(torch.autograd.grad(y, [both], grad) for y in (found, usual))
-        )
+        torch.testing.assert_close(*(torch.autograd.grad(y, [both], grad) for y in (found, usual)))
     assert counter.frame_count == 2, "forward and backward"
 
 

@@ -1,0 +1,141 @@
+"""What is done with rows of experts around their products: the activation times the weight of each
+row, its gradients, and the sums of a token's rows. With torch's kernels each is several passes over
+all rows; inductor makes one or two of each, whatever number of rows there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megapipe.ops.compiler import FEWEST_ROWS, compile_rows, needs_inductor
+from megapipe.ops.probe import Candidate, agree, in_preference, small_data
+from megapipe.ops.swiglu import torch_swiglu
+
+Activation = Callable[[Tensor], Tensor]
+"""The output of the first product [rows, (2) f] -> [rows, f]."""
+
+
+class RowKernel(Protocol):
+    traces: bool
+    """Whether it compiles an activation, which then has to be torch's own."""
+
+    def weighted(self, wide: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+        """Rows [rows, (2) f] and weights [rows] -> the input of the second product, [rows, f]."""
+
+    def gradients(
+        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """From the gradient [rows, f] of :meth:`weighted`: its result again, the gradient of the
+        rows, and that of the weights. May write into `grad`."""
+
+    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype, *, drops: bool) -> Tensor:
+        """[tokens, h]: the rows [rows, h] that each token has in `slots` [tokens, k], added in
+        their order, in `dtype`. `drops`: a slot may be one beyond the last row, and adds 0."""
+
+
+class TorchRows:
+    traces = False
+
+    def weighted(self, wide: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+        return activation(wide).mul_(weight.unsqueeze(1))
+
+    def gradients(
+        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            wide = wide.detach().requires_grad_()
+            plain = activation(wide)  # [rows, f]
+        inner = (plain.detach() * weight.unsqueeze(1)).to(grad.dtype)
+        of_weight = (grad * plain.detach()).sum(-1, dtype=weight.dtype)
+        (grad_wide,) = torch.autograd.grad(plain, wide, grad.mul_(weight.unsqueeze(1)))
+        return inner, grad_wide, of_weight
+
+    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype, *, drops: bool) -> Tensor:
+        if drops:
+            rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+        total = rows[slots[:, 0]].to(dtype)
+        for choice in range(1, slots.shape[1]):
+            total += rows[slots[:, choice]]
+        return total
+
+
+class InductorRows:
+    traces = True
+
+    def __init__(self) -> None:
+        self._few = TorchRows()
+        self._weighted = compile_rows(_weighted)
+        self._gradients = compile_rows(_gradients)
+        self._add_up = compile_rows(_add_up)
+
+    def weighted(self, wide: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+        if len(wide) < FEWEST_ROWS:
+            return self._few.weighted(wide, weight, activation)
+        return self._weighted(wide, weight, activation)
+
+    def gradients(
+        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if len(wide) < FEWEST_ROWS:
+            return self._few.gradients(wide, weight, grad, activation)
+        return self._gradients(wide, weight, grad, activation)
+
+    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype, *, drops: bool) -> Tensor:
+        if min(len(rows), len(slots)) < FEWEST_ROWS:
+            return self._few.add_up(rows, slots, dtype, drops=drops)
+        return self._add_up(rows, slots, dtype, drops)
+
+
+def _weighted(wide: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    return (activation(wide) * weight.unsqueeze(1)).to(wide.dtype)
+
+
+def _gradients(
+    wide: Tensor, weight: Tensor, grad: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor, Tensor]:
+    plain, back = torch.func.vjp(activation, wide)[:2]
+    inner = (plain * weight.unsqueeze(1)).to(wide.dtype)
+    of_weight = (grad * plain).sum(-1, dtype=weight.dtype)
+    (grad_wide,) = back((grad * weight.unsqueeze(1)).to(plain.dtype))
+    return inner, grad_wide, of_weight
+
+
+def _add_up(rows: Tensor, slots: Tensor, dtype: torch.dtype, drops: bool) -> Tensor:
+    total = torch.zeros((), dtype=dtype, device=rows.device)
+    for choice in range(slots.shape[1]):
+        slot = slots[:, choice]
+        own = rows[slot.clamp(max=len(rows) - 1) if drops else slot].to(dtype)
+        total = total + (torch.where((slot < len(rows)).unsqueeze(1), own, 0) if drops else own)
+    return total
+
+
+def candidates(*, device: torch.device, dtype: torch.dtype) -> list[Candidate[RowKernel]]:
+    """On a GPU inductor's before torch's."""
+
+    def inductor() -> RowKernel:
+        needs_inductor(device)
+        return InductorRows()
+
+    def results(kernel: RowKernel, precision: torch.dtype) -> Sequence[Tensor]:
+        shapes = [(9, 256), (9, 128), (9, 48)]
+        wide, grad, rows = (x.detach() for x in small_data(shapes, dtype, precision, device))
+        weight = torch.linspace(0.1, 0.9, 9, device=device).to(
+            torch.promote_types(precision, torch.float32)
+        )
+        slots = torch.tensor([[0, 8], [9, 3], [5, 9], [7, 1]], device=device)
+        found = kernel.gradients(wide, weight, grad.clone(), torch_swiglu)
+        total = kernel.add_up(rows, slots, weight.dtype, drops=True)
+        return [kernel.weighted(wide, weight, torch_swiglu), *found, total]
+
+    def check(kernel: RowKernel) -> None:
+        agree(kernel, TorchRows(), results, dtype)
+
+    found = [
+        Candidate[RowKernel]("inductor", inductor, check),
+        Candidate[RowKernel]("torch", TorchRows),
+    ]
+    return in_preference(found, device)
