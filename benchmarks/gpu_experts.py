@@ -128,12 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__.partition("\n")[0])
     options.add_argument("--budget-s", type=float, default=240.0, help="for whole steps (240)")
     options.add_argument("--steps", type=int, default=10, help="timed steps (10)")
+    options.add_argument("--rows", type=int, help="of a micro-batch (the largest that fits)")
     options.add_argument("--rounds", type=int, default=7, help="timed blocks of products (7)")
     options.add_argument("--no-compile", action="store_true", help="compile neither side")
     options.add_argument("--markdown", type=Path, metavar="FILE", help="write a report there")
     given = options.parse_args(arguments)
-    if min(given.steps, given.rounds) < 1 or given.budget_s <= 0:
-        options.error("--steps, --rounds and --budget-s must be above 0")
+    if min(given.steps, given.rounds, given.rows or 1) < 1 or given.budget_s <= 0:
+        options.error("--steps, --rounds, --rows and --budget-s must be above 0")
     if not torch.cuda.is_available() and not given.quick:
         options.error("needs a CUDA device; --quick shows on the CPU that it runs")
     device = torch.device("cpu" if given.quick else "cuda")
@@ -150,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             until=time.time(),
             steps=2 if given.quick else given.steps,
             compile=not (given.quick or given.no_compile),
+            rows=given.rows,
         )
         jobs = [*plan([mixture, dense], ["ours"], None, template)]
         jobs += plan([mixture], ["peer"], None, template)

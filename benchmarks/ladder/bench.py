@@ -39,7 +39,7 @@ class Work:
     compile: bool
     """Whether to time the compiled form too (ours), or only it (peer)."""
     rows: int | None = None
-    """Size of the micro-batch, for ablations."""
+    """Size of the micro-batch; None: the largest that fits, of ours and the peer."""
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "ladder.worker", json.dumps(asdict(self))]
@@ -59,7 +59,9 @@ class Bench:
         return self.work.until - time.time()
 
     def search(self, side: Side) -> int:
-        """Sequences of the largest micro-batch that fits, found in a third of the time."""
+        """Sequences of the micro-batch: the largest that fits, found in a third of the time."""
+        if self.work.rows is not None:
+            return self.work.rows
 
         def enough(rows: int) -> bool:
             side.rows = rows

@@ -125,10 +125,10 @@ LADDER = [
 MIXTURE = Size(
     "3B of experts", 16, 1536, 12, 2048,
     {**LLAMA, "moe": {"experts": 32, "top_k": 4, "ffn": 1152, "balance": 0.0}},
-    4, 32, 4,
+    8, 16, 8,
 )  # fmt: skip
 """4 of 32 experts: 0.59B of 3.0B parameters are active."""
-DENSE = Size("0.6B dense", 16, 1536, 12, 2048, {**LLAMA, "ffn_hidden": 4 * 1152}, 4, 64, 4)
+DENSE = Size("0.6B dense", 16, 1536, 12, 2048, {**LLAMA, "ffn_hidden": 4 * 1152}, 8, 16, 8)
 """As many as are active in `MIXTURE`."""
 
 TOY = Size("toy", 2, 32, 2, 16, {"vocab_size": 64}, 2, 4, 2)

@@ -24,7 +24,7 @@ from megapipe.layers.expert_rows import Counts, Rows, places_among
 
 def room(experts: int, ranks: int, sequences: int, places: int) -> Counts:
     """The rows that each rank has for each expert, where so many are of a sequence."""
-    return Counts([[sequences * places] * experts for _ in range(ranks)], None, places)
+    return Counts([[sequences * places] * experts for _ in range(ranks)], places=places)
 
 
 class PaddedRows(Rows):

@@ -10,6 +10,8 @@ sums are always the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,24 +22,31 @@ from megapipe.distributed.collectives import all_gather
 from megapipe.ops.expert_rows import RowKernel
 
 
-class Counts(NamedTuple):
-    """Rows that each rank of the group has for each of all experts."""
+@dataclass(frozen=True)
+class Counts:
+    """Rows that each rank of the group has for each of all experts: known to the host, or on the
+    device, int64 [ranks, experts]."""
 
-    of_ranks: Sequence[Sequence[int]]
-    there: Tensor | None
-    """The same on the device, int64 [ranks, experts], where there are several and they differ."""
+    known: Sequence[Sequence[int]] | None = None
+    there: Tensor | None = None
     places: int | None = None
     """Rows of an expert and a sequence, if these are not counted: some may be empty
     (:mod:`megapipe.layers.expert_padding`)."""
 
+    @cached_property
+    def of_ranks(self) -> Sequence[Sequence[int]]:
+        """The host waits for them, once: sizes of tensors follow from them."""
+        if self.known is not None:
+            return self.known
+        assert self.there is not None
+        return self.there.tolist()
+
 
 def count_rows(choice: Tensor, experts: int, ep: Axis) -> Counts:
-    """Of what :func:`~megapipe.layers.routing.choose` found here and on the other ranks. Counts go
-    to the host, which waits for them: sizes of tensors follow from them."""
+    """Of what :func:`~megapipe.layers.routing.choose` found here and on the other ranks."""
     keys = torch.where(choice < 0, experts, choice).flatten().long()
     counts = numbers_of(keys, experts + 1)[:experts]
-    found = all_gather(counts, ep).view(ep.size, experts)
-    return Counts(found.tolist(), found if ep.size > 1 else None)
+    return Counts(there=all_gather(counts, ep).view(ep.size, experts))
 
 
 def numbers_of(values: Tensor, size: int) -> Tensor:

@@ -42,7 +42,7 @@ from megapipe.layers.routing import Chosen
 from megapipe.layers.routing_noise import TokenNoise
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.token_shards import TokenShards
-from megapipe.ops.expert_rows import Activation
+from megapipe.ops.activation import Activate
 from megapipe.ops.grouped import each_expert
 
 
@@ -59,7 +59,7 @@ class Experts(nn.Module):
         sharding: Sharding,
         layer: int,
         routing: Routing,
-        activation: Activation,
+        activation: Activate,
         router: ParameterSpec,
         up: tuple[ParameterSpec, ParameterSpec | None],
         down: tuple[ParameterSpec, ParameterSpec | None],
@@ -263,8 +263,8 @@ class _ExpertsFunction(Function):
         choice, counts, told = layer.choice(logits, p, mb, sequences, graph, noise)
         split, kernels = layer.sharding, layer.sharding.kernels
         given = split.ep, split.etp, split.form, layer.copies
-        dispatch = dispatch_of(layer.placed(choice), told, *given)
         weights = route.weights(p, route.experts_of(choice), routing)
+        dispatch = dispatch_of(layer.placed(choice), told, *given)  # the host waits for the counts
         home, matrices = dispatch.home(), layer.matrices(dispatch.plan.chunks)
         both = dispatch.tokens(tokens), dispatch.choices(weights)
         arrived: list[list[Tensor]] = []

@@ -69,7 +69,8 @@ def candidates(given: Attended) -> list[Candidate[AttentionKernel]]:
     if given.device.type == "cuda":
         first += [varlen] if given.documents else []
         first += [] if given.scores.among(given.length).plain else [flex]
-    return [*first, auto, *named, flash_attn, varlen, flex]
+    others = [each for each in (flash_attn, varlen, flex) if each not in first]
+    return [*first, auto, *named, *others]
 
 
 _BACKENDS = {

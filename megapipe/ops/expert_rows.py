@@ -5,29 +5,23 @@ all rows; inductor makes one or two of each, whatever number of rows there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megapipe.ops.activation import Activate
 from megapipe.ops.compiler import FEWEST_ROWS, compile_rows, needs_inductor
 from megapipe.ops.probe import Candidate, agree, in_preference, small_data
-from megapipe.ops.swiglu import torch_swiglu
-
-Activation = Callable[[Tensor], Tensor]
-"""The output of the first product [rows, (2) f] -> [rows, f]."""
 
 
 class RowKernel(Protocol):
-    traces: bool
-    """Whether it compiles an activation, which then has to be torch's own."""
-
-    def weighted(self, wide: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    def weighted(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
         """Rows [rows, (2) f] and weights [rows] -> the input of the second product, [rows, f]."""
 
     def gradients(
-        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activation
+        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activate
     ) -> tuple[Tensor, Tensor, Tensor]:
         """From the gradient [rows, f] of :meth:`weighted`: its result again, the gradient of the
         rows, and that of the weights. May write into `grad`."""
@@ -38,13 +32,11 @@ class RowKernel(Protocol):
 
 
 class TorchRows:
-    traces = False
-
-    def weighted(self, wide: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    def weighted(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
         return activation(wide).mul_(weight.unsqueeze(1))
 
     def gradients(
-        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activation
+        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activate
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():
             wide = wide.detach().requires_grad_()
@@ -64,25 +56,26 @@ class TorchRows:
 
 
 class InductorRows:
-    traces = True
-
     def __init__(self) -> None:
         self._few = TorchRows()
         self._weighted = compile_rows(_weighted)
         self._gradients = compile_rows(_gradients)
         self._add_up = compile_rows(_add_up)
 
-    def weighted(self, wide: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    def weighted(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
         if len(wide) < FEWEST_ROWS:
             return self._few.weighted(wide, weight, activation)
-        return self._weighted(wide, weight, activation)
+        return self._weighted(weight, activation, *activation.split(wide))
 
     def gradients(
-        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activation
+        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activate
     ) -> tuple[Tensor, Tensor, Tensor]:
         if len(wide) < FEWEST_ROWS:
             return self._few.gradients(wide, weight, grad, activation)
-        return self._gradients(wide, weight, grad, activation)
+        grad_wide = torch.empty_like(wide)
+        parts = *activation.split(wide), *activation.split(grad_wide)
+        inner, of_weight = self._gradients(weight, grad, activation, *parts)
+        return inner, grad_wide, of_weight
 
     def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype, *, drops: bool) -> Tensor:
         if min(len(rows), len(slots)) < FEWEST_ROWS:
@@ -90,18 +83,23 @@ class InductorRows:
         return self._add_up(rows, slots, dtype, drops)
 
 
-def _weighted(wide: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-    return (activation(wide) * weight.unsqueeze(1)).to(wide.dtype)
+def _weighted(weight: Tensor, activation: Activate, *parts: Tensor) -> Tensor:
+    return (activation.of_parts(*parts) * weight.unsqueeze(1)).to(parts[0].dtype)
 
 
 def _gradients(
-    wide: Tensor, weight: Tensor, grad: Tensor, activation: Activation
-) -> tuple[Tensor, Tensor, Tensor]:
-    plain, back = torch.func.vjp(activation, wide)[:2]
-    inner = (plain * weight.unsqueeze(1)).to(wide.dtype)
+    weight: Tensor, grad: Tensor, activation: Activate, *tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Writes the gradients of the parts into the second half of the `tensors`: in the form of the
+    parts all is one pass over the rows, which a result of joined parts is not."""
+    parts, grads = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+    plain, back = torch.func.vjp(activation.of_parts, *parts)[:2]
+    inner = (plain * weight.unsqueeze(1)).to(grad.dtype)
     of_weight = (grad * plain).sum(-1, dtype=weight.dtype)
-    (grad_wide,) = back((grad * weight.unsqueeze(1)).to(plain.dtype))
-    return inner, grad_wide, of_weight
+    found = back((grad * weight.unsqueeze(1)).to(plain.dtype))
+    for out, part in zip(grads, found, strict=True):
+        out.copy_(part)
+    return inner, of_weight
 
 
 def _add_up(rows: Tensor, slots: Tensor, dtype: torch.dtype, drops: bool) -> Tensor:
@@ -127,9 +125,10 @@ def candidates(*, device: torch.device, dtype: torch.dtype) -> list[Candidate[Ro
             torch.promote_types(precision, torch.float32)
         )
         slots = torch.tensor([[0, 8], [9, 3], [5, 9], [7, 1]], device=device)
-        found = kernel.gradients(wide, weight, grad.clone(), torch_swiglu)
+        swiglu = Activate("swiglu")
+        found = kernel.gradients(wide, weight, grad.clone(), swiglu)
         total = kernel.add_up(rows, slots, weight.dtype, drops=True)
-        return [kernel.weighted(wide, weight, torch_swiglu), *found, total]
+        return [kernel.weighted(wide, weight, swiglu), *found, total]
 
     def check(kernel: RowKernel) -> None:
         agree(kernel, TorchRows(), results, dtype)

@@ -24,6 +24,7 @@ from megapipe.schedule.ir import Kind, Op
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import reference
+from tests.parity.checking import kind_of
 from tests.parity.ranks import (
     Case,
     Outcome,
@@ -130,7 +131,7 @@ def test_bf16_is_as_close_to_fp32_as_a_single_process(cases: list[Case]) -> None
         loss, exact = reference.loss_and_grads(params, exact_model, batch)
         _, baseline = reference.loss_and_grads(params, model, batch)
         actual = assemble([outcome.grads[0] for outcome in outcomes], exact)
-        reference.assert_error_like(actual, baseline, exact)
+        reference.assert_error_like(actual, baseline, exact, kind=kind_of)
         assert abs(outcomes[0].losses[0] - loss) < 0.02
 
 

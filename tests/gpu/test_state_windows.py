@@ -65,7 +65,9 @@ def test_memory_of_the_device_keeps_to_the_budget() -> None:
     torch.cuda.reset_peak_memory_stats()
     for window in store.windows(0, N):
         window.master.add_(1)
-    rounding = 2 * 3 * 512  # the allocator hands out whole blocks
+    # the allocator hands out whole blocks: to two windows of three arrays, and to the two numbers
+    # that tell whether values are finite
+    rounding = (2 * 3 + 2) * 512
     assert torch.cuda.max_memory_allocated() - before <= budget + rounding
     assert store.read("model", 0, N).is_pinned()
     assert store.read("model", 0, N).eq(1).all()

@@ -10,10 +10,10 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.recompute import Keeping, keep
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.mlp import MLP, Activate
+from megapipe.model.gpt.mlp import MLP
 from megapipe.model.gpt.moe import routing_of
 from megapipe.model.gpt.parameters import Named, layer_of
-from megapipe.ops.swiglu import torch_swiglu
+from megapipe.ops.activation import Activate
 
 
 class Mixture(nn.Module):
@@ -26,13 +26,12 @@ class Mixture(nn.Module):
     def __init__(self, sharding: Sharding, config: ModelConfig, layer: int, named: Named) -> None:
         super().__init__()
         moe, name = config.moe, f"layers.{layer}.moe"
-        self.kind, kernels = moe.shared_gate, sharding.kernels
-        swiglu = torch_swiglu if kernels.rows.traces else kernels.swiglu
+        self.kind = moe.shared_gate
         self.experts = Experts(
             sharding,
             layer,
             routing_of(moe, layer),
-            Activate(config.activation, swiglu),
+            Activate(config.activation, sharding.kernels.swiglu),
             named[f"{name}.router.weight"],
             layer_of(named, f"{name}.up"),
             layer_of(named, f"{name}.down"),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.layers.parameter import Sharding
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import Named, layer_of
-from megapipe.ops.geglu import torch_geglu
-from megapipe.ops.swiglu import SwigluKernel
+from megapipe.ops.activation import Activate
 
 
 class MLP(nn.Module):
@@ -37,18 +33,3 @@ class MLP(nn.Module):
         With `graph_only` the output has no value.
         """
         return self.down(self.activate(y), graph_only)
-
-
-@dataclass(frozen=True)
-class Activate:
-    """The activation between the two matrices: [..., f], with a gate [..., 2 f], -> [..., f]."""
-
-    kind: str
-    swiglu: SwigluKernel
-
-    def __call__(self, y: Tensor) -> Tensor:
-        if self.kind == "swiglu":
-            return self.swiglu(y)
-        if self.kind == "geglu_tanh":
-            return torch_geglu(y)
-        return functional.gelu(y, approximate="tanh" if self.kind == "gelu_tanh" else "none")

@@ -1,0 +1,39 @@
+"""The activation of an MLP: GELU, or the gate of SwiGLU or GeGLU (Shazeer, 2002.05202)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from megapipe.ops.geglu import torch_geglu
+from megapipe.ops.swiglu import SwigluKernel, torch_swiglu
+
+
+@dataclass(frozen=True)
+class Activate:
+    """Between the two matrices: [..., f], with a gate [..., 2 f], gate first, -> [..., f]."""
+
+    kind: str
+    """model.activation."""
+    swiglu: SwigluKernel = torch_swiglu
+
+    def __call__(self, y: Tensor) -> Tensor:
+        if self.kind == "swiglu":
+            return self.swiglu(y)
+        if self.kind == "geglu_tanh":
+            return torch_geglu(y)
+        return self.of_parts(y)
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Gate and up of [..., 2 f], or all: what :meth:`of_parts` takes."""
+        return y.chunk(2, dim=-1) if self.kind in ("swiglu", "geglu_tanh") else (y,)
+
+    def of_parts(self, *parts: Tensor) -> Tensor:
+        """The same of gate and up, or of one tensor, each [..., f], by plain operations."""
+        if self.kind == "swiglu":
+            return functional.silu(parts[0]) * parts[1]
+        approximate = "none" if self.kind == "gelu" else "tanh"
+        active = functional.gelu(parts[0], approximate=approximate)
+        return active * parts[1] if len(parts) > 1 else active
