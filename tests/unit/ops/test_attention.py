@@ -278,3 +278,13 @@ def test_an_earlier_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "varlen_attn", lambda q, k, v, is_causal=False: q)
     with pytest.raises(ConfigError, match="has an earlier varlen_attn"):
         choose("attention", "varlen", candidates(given(dtype=torch.bfloat16, documents=True)))
+
+
+def test_each_kernel_is_offered_once_on_a_gpu() -> None:
+    """Also those that come first for documents or windows: one is taken by its name."""
+    on_gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    windowed = Scores(window=4)
+    for changes in ({}, {"documents": True}, {"documents": True, "scores": windowed}):
+        names = [each.name for each in candidates(given(**on_gpu, **changes))]
+        assert sorted(names) == sorted(set(names))
+        assert {"varlen", "flex", "flash_attn"} <= set(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from megapipe.ops import loss, rotary, swiglu
+from megapipe.ops import expert_rows, loss, rotary, swiglu
+from megapipe.ops.activation import Activate
+from megapipe.ops.expert_rows import InductorRows, TorchRows
 from megapipe.ops.loss import InductorLoss, Labels, LossKernel, TorchLoss
 from megapipe.ops.probe import Choice, choose
 
@@ -24,12 +27,13 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled functions are the functions themselves."""
     for module in (loss, rotary):
         monkeypatch.setattr(module, "compile_elementwise", lambda function: function)
-    monkeypatch.setattr(swiglu, "compile_rows", lambda function: function)
+    for module in (swiglu, expert_rows):
+        monkeypatch.setattr(module, "compile_rows", lambda function: function)
 
 
 def chosen(dtype: torch.dtype) -> list[Choice[Any]]:
     """inductor's kernels, which have passed their self-checks."""
-    purposes = {"loss": loss, "rotary": rotary, "swiglu": swiglu}
+    purposes = {"loss": loss, "rotary": rotary, "swiglu": swiglu, "expert_rows": expert_rows}
     given: dict[str, Any] = {"device": CPU, "dtype": dtype}
     return [
         choose(name, "inductor", module.candidates(**given)) for name, module in purposes.items()
@@ -42,17 +46,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("uncompiled")
 def test_they_pass_their_self_checks(dtype: torch.dtype) -> None:
-    assert [choice.name for choice in chosen(dtype)] == ["inductor"] * 3
+    assert [choice.name for choice in chosen(dtype)] == ["inductor"] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_they_pass_them_compiled(dtype: torch.dtype) -> None:
-    assert [choice.name for choice in chosen(dtype)] == ["inductor"] * 3
+    assert [choice.name for choice in chosen(dtype)] == ["inductor"] * 4
 
 
 def test_on_a_cpu_they_are_taken_by_name_alone() -> None:
-    for module in (loss, rotary, swiglu):
+    for module in (loss, rotary, swiglu, expert_rows):
         candidates: Any = module.candidates(device=CPU, dtype=torch.float32)
         assert choose("one", "auto", candidates).name == "torch"
 
@@ -76,6 +80,41 @@ def test_rows_are_compiled_once_whatever_their_number(monkeypatch: pytest.Monkey
         torch.testing.assert_close(found, usual)
         torch.testing.assert_close(*(torch.autograd.grad(y, [both], grad) for y in (found, usual)))
     assert counter.frame_count == 2, "forward and backward"
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu_tanh", "gelu", "gelu_tanh"])
+@pytest.mark.usefixtures("uncompiled")
+def test_rows_of_experts(kind: str) -> None:
+    """In parts, as in one, whatever number of rows there is."""
+    kernel, usual, activation = InductorRows(), TorchRows(), Activate(kind)
+    width = WIDTH * len(activation.split(torch.empty(1, 2)))
+    generator = torch.Generator().manual_seed(7)
+    for rows in (0, 1, 2, 9):
+        wide, grad, weight = (
+            torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+            for shape in ((width,), (WIDTH,), ())
+        )
+        assert_same(
+            [kernel.weighted(wide, weight, activation)], [usual.weighted(wide, weight, activation)]
+        )
+        grads = [of.gradients(wide, weight, grad.clone(), activation) for of in (kernel, usual)]
+        assert_same(*grads)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.usefixtures("uncompiled")
+def test_sums_of_the_rows_of_tokens(drops: bool) -> None:
+    kernel, usual = InductorRows(), TorchRows()
+    for rows, tokens in ((1, 4), (6, 1), (6, 4)):
+        values = torch.randn(rows, WIDTH, dtype=torch.float64)
+        slots = torch.arange(tokens * 3).view(tokens, 3) * 5 % (rows + drops)
+        sums = [of.add_up(values, slots, torch.float64, drops=drops) for of in (kernel, usual)]
+        torch.testing.assert_close(*sums, rtol=0, atol=0)
+
+
+def assert_same(found: Sequence[Tensor], usual: Sequence[Tensor]) -> None:
+    for a, b in zip(found, usual, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 def of_all_ranks(kernel: LossKernel, logits: Tensor, labels: Tensor, weights: Tensor) -> Any:
