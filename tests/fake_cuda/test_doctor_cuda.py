@@ -27,5 +27,5 @@ def test_it_runs_through() -> None:
     assert code == 0, text
     lines = text.splitlines()
     assert sum(line.startswith("ok     gpu ") for line in lines) == 8
-    assert sum(" ms  " in line for line in lines) == 11
+    assert sum(" ms  " in line for line in lines) == 13
     assert sum("spinning blocks" in line for line in lines) == 5

@@ -9,6 +9,7 @@ from megapipe.layers.expert_padding import PaddedRows, among_choices, room
 from megapipe.layers.expert_rows import Rows
 from megapipe.layers.moe_specs import Routing, padded_rows
 from megapipe.layers.routing import choose
+from megapipe.ops.expert_rows import TorchRows
 
 
 def test_rows_are_those_of_the_table() -> None:
@@ -23,7 +24,8 @@ def test_rows_are_those_of_the_table() -> None:
     found = rows.gather(values).flatten()
     assert found.tolist() == [1, 3, 0, 4, 0, 0, 5, 0, 0, 2, 0, 0]
     assert rows.of_choices(values, slice(6, 12)).tolist() == [5, 0, 0, 2, 0, 0]
-    assert rows.add_up(found.unsqueeze(1), torch.float64).flatten().tolist() == [1, 2, 3, 4, 5, 0]
+    total = rows.add_up(found.unsqueeze(1), torch.float64, TorchRows())
+    assert total.flatten().tolist() == [1, 2, 3, 4, 5, 0]
     assert rows.to_choices(found).flatten().tolist() == [1, 2, 3, 4, 5, 0]
 
 

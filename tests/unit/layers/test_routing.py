@@ -15,6 +15,7 @@ from megapipe.layers.dispatch import Form, dispatch_of
 from megapipe.layers.expert_rows import Rows, count_rows
 from megapipe.layers.moe_specs import Drop, Routing, Scope, most_rows
 from megapipe.layers.routing import Chosen
+from megapipe.ops.expert_rows import TorchRows
 
 LENGTH, SEQUENCES = 12, 3
 
@@ -162,7 +163,7 @@ def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
         assert numbers.tolist() == list(range(6))
         assert torch.equal(here, gathered)
         home.give(here)
-    added = rows.add_up(home.arrived(), torch.float64)
+    added = rows.add_up(home.arrived(), torch.float64, TorchRows())
     assert added.tolist() == [(n * x[t]).tolist() for t, n in enumerate((2, 1, 2, 1))]
 
 
