@@ -101,6 +101,14 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 
 MOE: dict[str, dict[str, Any]] = {
     "top 2": {"experts": 4, "ffn": 12, "balance": 0.3, "z": 0.05},
+    "sixteen": {
+        "experts": 16,
+        "ffn": 8,
+        "shared": 8,
+        "balance": 0.3,
+        "z": 0.05,
+        "bias_rate": 0.02,
+    },
     "top 1, capacity 1": {
         "experts": 4,
         "top_k": 1,
