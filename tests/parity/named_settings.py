@@ -163,6 +163,13 @@ MOE: dict[str, dict[str, Any]] = {
         "second": "random",
         "balance": 0.2,
     },
+    "gshard": {
+        "experts": 4,
+        "capacity": 0.9,
+        "second": "random",
+        "balance": 0.4,
+        "balance_choices": "first",
+    },
     "sliced": {
         "experts": 4,
         "capacity": 0.9,
