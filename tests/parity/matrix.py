@@ -82,7 +82,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     ],
     "dispatch": [("all_to_all", None), ("all_gather", None), ("hierarchical", 2), ("fetch", None)],
     "expert_chunks": [1, 3],
-    "placement": ["static", "changing"],
+    "placement": ["static", "changing", "migrating"],
     "pad": [False, True],
     "codec": ["none", "bf16", "int8"],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
@@ -225,7 +225,7 @@ def _can_be_adapted(c: Mapping[str, Any]) -> bool:
 def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     """Whether tokens go to experts of other ranks, which are enough for the form."""
     (moe, ep, etp), (dispatch, node), chunks = c["moe"], c["dispatch"], c["expert_chunks"]
-    if c["placement"] != "static" and not _can_have_copies(c):
+    if c["placement"] != "static" and not _can_be_placed(c):
         return False
     if c["pad"] and "capacity" not in MOE.get(moe, {}):
         return False
@@ -238,9 +238,11 @@ def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     return chunks <= fewest // ep and (node is None or node < ep * etp)
 
 
-def _can_have_copies(c: Mapping[str, Any]) -> bool:
-    """Whether other ranks have experts, whose weights and gradients are whole in time."""
-    whole = c["zero"] < 3 and not c["post_validation"] and c["lora"] is None
+def _can_be_placed(c: Mapping[str, Any]) -> bool:
+    """Whether other ranks have experts, whose weights and gradients are whole in time for copies;
+    those that migrate have none."""
+    whole = c["zero"] < 3 or c["placement"] == "migrating"
+    whole = whole and not c["post_validation"] and c["lora"] is None
     return whole and c["moe"][1] > 1 and c["dispatch"][0] != "fetch" and not c["pad"]
 
 

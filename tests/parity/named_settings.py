@@ -252,5 +252,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "one slot": {"policy": "balance", "slots": 1, "replan": 1},
     "every second step": {"policy": "balance", "slots": 2, "replan": 2},
     "shadows": {"policy": "shadow", "slots": 2, "replan": 1},
+    "migrating": {"policy": "migrate", "replan": 1},
 }
-"""Which ranks have which experts."""
+"""Which ranks have which experts. Those that migrate get a pool of drawn owners."""
