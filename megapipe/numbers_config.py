@@ -67,9 +67,9 @@ class NumbersConfig(Section):
     `run.deterministic`. 0: none."""
     check_copies_every: int = Field(0, ge=0)
     """Steps between comparisons of what several ranks hold: weights of replicas, of holders of a
-    stage or a tied embedding, and of tensor-parallel ranks, and optimizer states where they are not
-    sharded. Where copies differ, the run ends with exit code 9 before the step is validated or
-    saved. Every checkpoint is preceded by one as well. 0: none."""
+    stage or a tied embedding, of tensor-parallel ranks and of experts with copies, and optimizer
+    states where they are not sharded. Where copies differ, the run ends with exit code 9 before the
+    step is validated or saved. Every checkpoint is preceded by one as well. 0: none."""
 
     @property
     def actions(self) -> set[Action]:

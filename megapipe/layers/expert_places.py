@@ -20,6 +20,7 @@ is no exchange.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -149,6 +150,25 @@ class ExpertPlaces:
         for number, tensors in self._parts(received, copies):
             for copy, values in zip(self._weights.values(), tensors, strict=True):
                 copy[number].copy_(values)
+
+    def shared(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Of each expert here that is on several ranks, the name, number and weights [...] of each
+        parameter. Copies are those of the last update when :meth:`bring` has returned."""
+        present = self.present
+        own, copied = present.owned(self._rank), present.copies[self._rank]
+        elsewhere = set(chain.from_iterable(present.copies))
+        for parameter in self._parameters:
+            name = spec_of(parameter).name
+            for number, expert in enumerate(own):
+                if expert in elsewhere:
+                    yield name, expert, parameter.detach()[number]
+            for number, expert in enumerate(copied):
+                yield name, expert, self._weights[name][number]
+
+    @property
+    def part(self) -> int:
+        """Which part of its experts this rank has, of those of etp neighbours."""
+        return self._part
 
     def main_grads(self, parameter: Parameter) -> list[Tensor]:
         """Main gradients of the experts in all places here, each to be added to."""

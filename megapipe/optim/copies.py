@@ -2,9 +2,9 @@
 
 Weights are gathered by all replicas and by all holders of a stage or a tied embedding; every
 tensor-parallel rank has all of a norm's weights and of some biases, with their states; without ZeRO
-each replica has all states. A bit that flips in one of these copies is no error to anything that
-computes with it, so all of them are looked at now and then: each rank tells all others a checksum
-of each of its copies.
+each replica has all states; and experts may have copies on ranks that do not own them. A bit that
+flips in one of these copies is no error to anything that computes with it, so all of them are
+looked at now and then: each rank tells all others a checksum of each of its copies.
 
 Two ranks hold the same values if these have the same name: the parameter, what of it, the region
 and the range. So no layout has to be known here.
@@ -16,7 +16,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ class Held:
         """A number that stands for their name, the same on all ranks; not 0."""
         spec = self.entry.spec
         regions = [tuple(region) for _, region in spec.placed()]
-        text = f"{self.kind} {spec.name} {regions} {self.start} {self.stop}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
+        return _key(f"{self.kind} {spec.name} {regions} {self.start} {self.stop}")
 
     def read(self) -> Tensor:
         """The values, flat [n]: a view of what is kept."""
@@ -71,6 +70,35 @@ class Held:
         return f"{kind} of {self.entry.spec.name} ({where})"
 
 
+@dataclass(frozen=True)
+class HeldExpert:
+    """Weights of an expert on a rank that owns it, or has a copy: `part` of a parameter of it."""
+
+    stage: int
+    name: str
+    expert: int
+    part: int
+    values: Tensor
+    kind: ClassVar[str] = WEIGHTS
+
+    @property
+    def key(self) -> int:
+        """As of :class:`Held`."""
+        return _key(f"{WEIGHTS} {self.name} expert {self.expert} part {self.part}")
+
+    def read(self) -> Tensor:
+        """The values, flat [n]: a view of what is kept."""
+        return self.values.view(-1)
+
+    def told(self, stages: int) -> str:
+        """The values in words."""
+        return f"{WEIGHTS} of {self.name}, expert {self.expert} (stage {self.stage})"
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
+
+
 def held(optimizer: Optimizer) -> Iterator[Held]:
     """All values that a rank holds between steps, when the weights are gathered."""
     for shard in (*optimizer.shards, *optimizer.frozen):
@@ -88,6 +116,16 @@ def held(optimizer: Optimizer) -> Iterator[Held]:
                 )
 
 
+def held_experts(optimizer: Optimizer) -> Iterator[HeldExpert]:
+    """Experts on a rank that have copies now; those of the last update, for which all ranks call
+    it."""
+    for stage, of_stage in optimizer.places.items():
+        for places in of_stage:
+            places.bring()
+            for name, expert, values in places.shared():
+                yield HeldExpert(stage, name, expert, places.part, values)
+
+
 class _Place(NamedTuple):
     """Where in the table of checksums a copy stands."""
 
@@ -96,13 +134,14 @@ class _Place(NamedTuple):
 
 
 class Copies:
-    """Compares what several ranks hold of the state of `optimizer`. Made by all ranks together."""
+    """Compares what several ranks hold of the state of `optimizer`. Made by all ranks together, and
+    anew when experts may have copies on other ranks."""
 
     def __init__(self, optimizer: Optimizer, mesh: ParallelMesh) -> None:
         self._mesh = mesh
         self._stages = optimizer.stages
         self._checksum = Checksum(mesh.device)
-        everything = list(held(optimizer))
+        everything: list[Held | HeldExpert] = [*held(optimizer), *held_experts(optimizer)]
         longest = int(mesh.gather_numbers(torch.tensor([len(everything)])).max())
         keys = _filled([each.key for each in everything], longest)
         names = mesh.gather_numbers(keys).tolist()

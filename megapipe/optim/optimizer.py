@@ -73,7 +73,8 @@ class Optimizer:
         self.config = config
         self._staleness = staleness or {}
         self._velocity = velocity or {}
-        self._places = dict(sorted((places or {}).items()))
+        self.places = dict(sorted((places or {}).items()))
+        """By stage those of its layers whose experts may be on other ranks than now."""
         self.mesh = mesh
         self.stages = stages
         self.rule = build_rule(config, kernel)
@@ -136,7 +137,7 @@ class Optimizer:
 
     def _all_places(self) -> Iterator[ExpertPlaces]:
         """By stage and layer, the same on all ranks that share experts."""
-        return chain.from_iterable(self._places.values())
+        return chain.from_iterable(self.places.values())
 
     def open_grads(self, stage: int) -> None:
         own = self._sharded(stage)
@@ -175,7 +176,7 @@ class Optimizer:
     def await_weights(self, stage: int) -> None:
         for shard in self._of_stage[stage]:
             shard.await_weights()
-        for places in self._places.get(stage, ()):
+        for places in self.places.get(stage, ()):
             places.begin()
 
     def reshard(self, stage: int) -> None:

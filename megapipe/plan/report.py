@@ -17,6 +17,7 @@ from megapipe.layout.costs import stage_work
 from megapipe.layout.cuts import slice_time
 from megapipe.layout.layout import Layout
 from megapipe.layout.speeds import Speeds
+from megapipe.model.interface import Family
 from megapipe.model.partition import format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.communicators import communicators
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
@@ -88,14 +89,14 @@ def _model_lines(layout: Layout) -> list[str]:
     return [
         f"model         {model.describe()}",
         f"vocabulary    {model.vocab_size:,}{_padded(layout)}",
-        f"parameters    {model.count():,}{_active(layout)}",
+        f"parameters    {model.count():,}{met_by_a_token(model)}",
     ]
 
 
-def _active(layout: Layout) -> str:
-    """A remark on how many of them a token meets, where that is not all."""
-    total, active = layout.model.count(), layout.model.active()
-    return "" if active == total else f", of which a token meets {active:,}"
+def met_by_a_token(model: Family) -> str:
+    """A remark on how many of its parameters a token meets, where that is not all."""
+    active = model.active()
+    return "" if active == model.count() else f", of which a token meets {active:,}"
 
 
 def _padded(layout: Layout) -> str:

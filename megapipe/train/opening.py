@@ -10,6 +10,7 @@ import torch
 from megapipe.checkpoint.durable import foreign
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.layout.checks import shortened
+from megapipe.plan.report import met_by_a_token
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.changes import Changes
 from megapipe.train.resume import Source
@@ -73,7 +74,7 @@ def banner(run: Run) -> str:
     trained = "" if rank is None else f", {model.count(trained=True):,} of rank {rank} trained"
     order = (layout.stream or run.train_step.schedule).name
     parts = (
-        f"{model.count():,} parameters{trained}, {config.model.dtype}",
+        f"{model.count():,} parameters{met_by_a_token(model)}{trained}, {config.model.dtype}",
         f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
         f"{config.optimizer.rule}, ZeRO-{run.train_step.policy.stage}",
         f"{order} of {counted(layout.microbatches, 'micro-batch')}",

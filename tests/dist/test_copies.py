@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.distributed.mesh import Grid
 from megapipe.errors import DeviceFault
-from megapipe.optim.copies import Copies
+from megapipe.optim.copies import Copies, HeldExpert
 from megapipe.testing import World, run_world
 from megapipe.train.callbacks import Callback, Run, Step
 from megapipe.train.step import TrainStep
 from tests.parity.cases import END
 from tests.parity.ranks import Case, Rows, configure
-from tests.parity.stopped_runs import DP, Play, checkpoint, run
+from tests.parity.stopped_runs import DP, STEPS, Play, checkpoint, run
 
 pytestmark = pytest.mark.full
 
@@ -37,6 +36,19 @@ CASES = {
     "dp2 pp2 in host memory": Case(dp=2, pp=2, zero=0, dtype="bf16", offload="host"),
     "dp2 tp2 post-validation": Case(dp=2, tp=2, post_validation=True, dtype="fp32"),
     "dp2 tp2 adapters": Case(dp=2, tp=2, lora="all", dtype="fp32"),
+    "dp4 experts": Case(dp=4, ep=4, moe="top 2", placement="changing", dtype="fp32", layers=2),
+    "tp2 dp2 parts of experts": Case(
+        tp=2,
+        dp=2,
+        sequence_parallel=True,
+        ep=2,
+        etp=2,
+        moe="top 2",
+        placement="changing",
+        dtype="bf16",
+        layers=2,
+        zero=0,
+    ),
 }
 
 
@@ -48,13 +60,15 @@ def flip(values: Tensor, place: int, bit: int) -> None:
 def flipped(world: World, case: Case) -> dict[str, Any]:
     """The differences that are told: before any flip, and after each one, which is taken back."""
     config, layout = configure(case)
-    mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
+    mesh = world.mesh(case.grid)
     step, rows = TrainStep(config, layout, mesh, document_end=END), Rows(case)
     for number in range(case.steps):
         step.train(number, rows)
     step.settle()
     copies = Copies(step.optimizer, mesh)
+    experts = [each for each in copies.held if isinstance(each, HeldExpert)]
     seen: dict[str, Any] = {
+        "experts": len(experts),
         "kinds": {each.kind for each in copies.held},
         "whole": copies.difference(),
         "own": {},
@@ -64,13 +78,16 @@ def flipped(world: World, case: Case) -> dict[str, Any]:
         draw = random.Random(f"{case.name} {turn}")
         mine = mesh.rank == turn % world.size and bool(copies.held)
         if mine:
-            chosen = draw.choice(copies.held)
+            chosen = draw.choice(experts or copies.held)
             values = chosen.read()
             place, bit = draw.randrange(len(values)), draw.randrange(8 * values.element_size())
             kind = {"model": "master weights"}.get(chosen.kind, chosen.kind)
-            spec, stage = chosen.entry.spec, chosen.shard.bucket.index
-            where = "the tied embedding" if spec.tied else f"stage {stage}"
-            seen["own"][turn] = f"{kind} of {spec.name} ({where})"
+            if isinstance(chosen, HeldExpert):
+                where, name = "stage 0", f"{chosen.name}, expert {chosen.expert}"
+            else:
+                spec, stage = chosen.entry.spec, chosen.shard.bucket.index
+                where, name = "the tied embedding" if spec.tied else f"stage {stage}", spec.name
+            seen["own"][turn] = f"{kind} of {name} ({where})"
             flip(values, place, bit)
         seen["told"].append(copies.difference())
         if mine:
@@ -105,6 +122,7 @@ def test_a_flipped_bit_is_noticed_and_its_rank_is_named(tmp_path: Path) -> None:
         for seen in of_ranks:
             assert seen["whole"] is seen["restored"] is None, name
             assert seen["told"] == of_ranks[0]["told"]
+        assert any(seen["experts"] for seen in of_ranks) == ("experts" in name)
         kinds = set().union(*(seen["kinds"] for seen in of_ranks))
         assert kinds == KINDS.get(name, kinds)
         for turn, text in enumerate(of_ranks[0]["told"]):
@@ -172,3 +190,47 @@ def test_a_run_ends_before_it_saves_what_differs(tmp_path: Path) -> None:
     for mine, theirs in zip(again, fine, strict=True):
         assert mine["error"] is None
         assert all(result == theirs["steps"][step] for step, result in mine["steps"].items())
+
+
+@dataclass
+class FlipExpert(Callback):
+    """Flips a bit of a copy of an expert on a rank after a step, when copies have come."""
+
+    step: int
+    rank: int
+
+    def after_step(self, run: Run, step: Step) -> None:
+        if step.number != self.step:
+            return
+        optimizer = run.train_step.optimizer
+        optimizer.await_all_weights()
+        if run.mesh.rank == self.rank:
+            places = next(each for (each, *_) in optimizer.places.values() if each.copies)
+            *_, (_, _, values) = places.shared()
+            flip(values.view(-1), 2, 7)
+
+
+def test_a_run_ends_where_a_copy_of_an_expert_differs(tmp_path: Path) -> None:
+    """And goes through where none does, whatever copies there are."""
+    given = {
+        "model.layers": "2",
+        "model.moe.experts": "8",
+        "parallel.dp": "4",
+        "parallel.ep": "4",
+        "experts.policy": "balance",
+        "experts.slots": "2",
+        "experts.replan": "1",
+        "numbers.check_copies_every": "1",
+        "checkpoint.every": "0",
+    }
+    flipped, fine = run(
+        tmp_path,
+        Play("flipped", given, callbacks=(FlipExpert(3, 1),)),
+        Play("fine", given),
+    )
+    for kind, text in (rank["error"] for rank in flipped):
+        assert kind is DeviceFault
+        assert text.startswith("step 3: weights of layers.0.moe.")
+        assert ", expert " in text
+    assert [rank["error"] for rank in fine] == [None] * 4
+    assert max(fine[0]["steps"]) == STEPS

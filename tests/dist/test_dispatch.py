@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.layers import dispatch, expert_fetch, expert_hops
+from megapipe.layers.dispatch import Form
 from megapipe.plan.traffic import step_traffic
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
@@ -24,7 +25,9 @@ from tests.parity.cases import Rows
 from tests.parity.chosen import chosen, evenly
 from tests.parity.dispatch_faults import FAULTS, run_faults
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.ranks import Case, check_case, configure
+from tests.parity.moved_experts import layers_of
+from tests.parity.outcome import Outcome
+from tests.parity.ranks import Case, check_case, configure, run_case
 from tests.parity.stopped_runs import STEPS, Play, assert_continues, run
 
 DATA = Case(dp=2, ep=2, moe="capacity, choice", masked=0.3, layers=2)
@@ -222,6 +225,47 @@ def test_members_of_a_group_exchange_in_one_order_also_without_rows(exchanges: E
         if case.dispatch != "fetch" and not case.pad:
             sent = [sum(e.sends) for found in of_ranks for e in found if e.sends]
             assert 0 in sent, "a rank without rows has no results to send"
+
+
+CHANGING = replace(
+    FOLDED,
+    moe="sixteen",
+    dispatch="hierarchical",
+    node=2,
+    steps=5,
+    batch=1,
+    masked=0.3,
+    activations="experts again",
+)
+
+
+def forms_in_turn(hops: tuple[Axis, Axis] | None) -> list[Form]:
+    """One for each step."""
+    others = [Form(fetches=True, chunks=3), Form(gathers=True), Form(chunks=3), Form()]
+    return [*others[:2], Form(hops=hops, chunks=2), *others[2:]]
+
+
+def run_changing(world: World) -> Outcome:
+    """Each step goes another way, with the weights and states that the one before has left."""
+    train = TrainStep.train
+    hops: list[tuple[Axis, Axis] | None] = []
+
+    def changing(self: TrainStep, number: int, rows: Any) -> Any:
+        for layer in layers_of(self):
+            hops.append(layer.sharding.form.hops)
+            form = forms_in_turn(hops[0])[number]
+            layer.sharding = replace(layer.sharding, form=form)
+        return train(self, number, rows)
+
+    with mock.patch.object(TrainStep, "train", changing):
+        outcome = run_case(world, CHANGING)
+    assert hops[0] is not None
+    return outcome
+
+
+def test_another_form_at_each_step_leaves_the_trajectory() -> None:
+    """Row 7.08: that of one process, without moving weights."""
+    check_case(CHANGING, run_world(4, run_changing))
 
 
 @pytest.mark.full

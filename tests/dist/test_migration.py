@@ -21,8 +21,9 @@ from megapipe.train import resume
 from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.chosen import chosen
+from tests.parity.drawn_owners import drawn_map
 from tests.parity.migration_faults import CASE, FAULTS, run_faults
-from tests.parity.moved_experts import begun, by_draw, drawn_map, layers_of, run_moving, with_policy
+from tests.parity.moved_experts import begun, by_draw, layers_of, run_moving, with_policy
 from tests.parity.outcome import Outcome, Parts, assemble, local_copies, own_values
 from tests.parity.ranks import Case, Rows, check_case, configure, run_case
 

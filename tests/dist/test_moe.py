@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 from megapipe.layers import routing
 from megapipe.schedule.generators import accepts, names
 from megapipe.testing import World, run_world
+from tests.parity import reference
 from tests.parity.bitwise import assert_bitwise, outcomes_of
 from tests.parity.cases import settings
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.moe_faults import FAULTS, run_faults
-from tests.parity.ranks import Case, check_case, run_case, run_cases
+from tests.parity.ranks import Case, Outcome, check_case, run_case, run_cases
 from tests.parity.registry_cases import smallest
 from tests.parity.stopped_runs import (
     HALF,
@@ -185,6 +187,65 @@ def test_cases(world: int) -> None:
 def test_a_pyramid() -> None:
     """Row 7.09: with a shared MLP and softmax over both, PR-MoE."""
     check(PYRAMID[2:4])
+
+
+GSHARD = Case(m=4, batch=1, moe="gshard", layers=2, masked=0.3)
+
+
+def test_gshard_is_the_same_on_any_number_of_ranks() -> None:
+    """Row 7.01: random second experts, a capacity, dropping by choice and balance by first choices.
+    The same choices are dropped, and some are."""
+    found = []
+    for ranks in (1, 2, 4):
+        case = replace(GSHARD, dp=ranks, ep=ranks, m=GSHARD.m // ranks)
+        outcomes = run_world(ranks, run_case, case)
+        check_case(case, outcomes)
+        found.append([outcomes[0].losses, *outcomes[0].routing])
+    one, *others = found
+    for numbers, *same in zip(one, *others, strict=True):
+        for of_ranks in same:
+            assert of_ranks == pytest.approx(numbers, rel=1e-12)
+    for dropped in (told[3 :: 4 + 4] for told in one[1:]):
+        assert len(dropped) == GSHARD.layers
+        assert min(dropped) > 0
+
+
+CROWDED = Case(
+    dp=2, ep=2, moe="pyramid", layers=2, expert_chunks=2, masked=0.3, zero=2, batch=1, vocab=302
+)
+
+
+@contextmanager
+def all_on_one_expert(number: int) -> Iterator[None]:
+    """The weights of a case have the router of the last layer send every token to an expert."""
+    begin = reference.init_random
+
+    def crowding(model: Any, **given: Any) -> reference.Params:
+        params = begin(model, **given)
+        params["layers.1.mlp_norm.bias"] += 2
+        params["layers.1.moe.router.weight"][number] += 1
+        return params
+
+    with mock.patch.object(reference, "init_random", crowding):
+        yield
+
+
+def run_crowded(world: World) -> Outcome:
+    with all_on_one_expert(6):
+        return run_case(world, CROWDED)
+
+
+def test_all_choices_on_one_expert_of_a_layer() -> None:
+    """Row 7.10 (MegaBlocks): nothing is dropped, and all is as in the loop over tokens."""
+    outcomes = run_world(2, run_crowded)
+    with all_on_one_expert(6):
+        check_case(CROWDED, outcomes)
+    tokens = CROWDED.dp * CROWDED.m * CROWDED.sequence
+    for told in outcomes[0].routing:
+        first, last = told[:8], told[8:]
+        assert list(last[4:]) == [tokens * (expert == 6) for expert in range(8)]
+        assert max(first[4:]) < tokens
+        assert first[3] == last[3] == 0
 
 
 @pytest.mark.full

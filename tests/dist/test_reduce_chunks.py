@@ -19,6 +19,8 @@ from megapipe.schedule.program import Action, Do
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import reference
+from tests.parity.chosen import chosen, evenly
+from tests.parity.collective_recorder import recording
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.ranks import Case, Rows, configure, run_cases
 
@@ -27,6 +29,7 @@ SMALL = 1e-6
 BLOCK = 0.02
 """MiB of gradients in fp32: more than those of a block's matrices."""
 DATA = Case(dp=2, m=2, dtype="fp32", layers=4)
+EXPERTS = replace(DATA, ep=2, moe="shared, gated")
 CASES = [
     DATA,
     replace(DATA, tied=False),
@@ -45,6 +48,8 @@ CASES = [
     replace(DATA, pp=2, schedule="chimera", tied=False, layers=6),
     replace(DATA, pp=2, in_process=True, schedule="zb_h1", layers=6, zero=2),
     replace(DATA, dp=3, post_validation=True, pp=2, schedule="zb_h2", layers=6),
+    EXPERTS,
+    replace(EXPERTS, dp=4, zero=2, expert_chunks=2, moe="top 2"),
 ]
 
 
@@ -140,6 +145,33 @@ def test_pieces_leave_within_the_last_operation(case: Case) -> None:
     for (left,) in run_world(case.world, sent, [case]):
         assert len(left) > 4
         assert [within for _, _, within in left] == [True] * (len(left) - 2) + [False] * 2
+
+
+def begun(world: World) -> list[list[tuple[str, int]]]:
+    """The collectives of a step whose tokens go to experts of both ranks, and to those of one
+    alone: rows to experts and back, and reductions with their length."""
+    case = replace(EXPERTS, m=1, tied=False, reduce_chunk_mib=SMALL)
+    config, layout = configure(case)
+    step = TrainStep(config, layout, world.mesh(case.grid))
+    found = []
+    for number, choosing in enumerate((evenly(), chosen([[1, 0]]))):
+        with choosing, recording() as recorder:
+            step.train(number, Rows(case))
+        kinds = ("all_to_all", "reduce_scatter")
+        calls = [call for call in recorder.calls if call.name in kinds]
+        found.append([(c.name, 0 if c.lengths else c.elements) for c in calls])
+    return found
+
+
+def test_pieces_leave_between_exchanges_of_rows_at_a_fixed_place() -> None:
+    """Those that are complete, before rows of the next layer of the backward travel; experts here
+    have no copies."""
+    (even, one), *others = run_world(2, begun)
+    assert even == one, "whatever is chosen"
+    assert others == [[even, one]], "on every rank"
+    after = "".join(name[0] for name, _ in even).lstrip("a")
+    assert even.count(("all_to_all", 0)) > 4 * EXPERTS.layers
+    assert after.count("ra") == EXPERTS.layers, after
 
 
 def test_a_stage_with_several_holders_leaves_as_a_whole() -> None:

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapipe.model.gpt.config import ModelConfig
 from tests.parity import reference
-from tests.parity.reference import Batch, Noise, Params
+from tests.parity.reference import Params
 
 
 def grads_by_position(
     params: Mapping[str, Tensor],
-    model: ModelConfig,
-    batch: Batch,
-    end: int | None,
     parts: Sequence[Sequence[int]],
-    noise: Noise | None = None,
+    objective: Callable[[Params], Tensor],
 ) -> list[Params]:
-    """The gradients, for each of `parts`, of what its positions do with the weights, in fp64.
+    """The gradients of a function of all weights, for each of `parts`, of what its positions do
+    with them, in fp64.
 
     The parts have each position once, so their gradients add up to the gradient.
     """
     learning = reference.trained(params)
     copies = {n: [params[n].detach().requires_grad_() for _ in parts] for n in learning}
     given = {n: _Copies(copies[n], parts) if n in copies else p for n, p in params.items()}
-    value = reference.loss(given, model, *batch, end, noise)  # type: ignore[arg-type]
+    value = objective(given)  # type: ignore[arg-type]
     leaves = [copies[n][i] for i in range(len(parts)) for n in learning]
-    grads = iter(torch.autograd.grad(value, leaves))
+    grads = iter(torch.autograd.grad(value, leaves, materialize_grads=True))
     return [{n: next(grads) for n in learning} for _ in parts]
 
 
@@ -61,6 +58,11 @@ class _Copies:
             for i in range(len(parts))
         ]
         return _of_each(found, parts)
+
+    def at(self, position: int) -> Tensor:
+        """The one that a position uses."""
+        (number,) = (i for i, part in enumerate(self.parts) if position in part)
+        return self.copies[number]
 
     @property
     def T(self) -> _Copies:

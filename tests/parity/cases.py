@@ -18,6 +18,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.schedule.generators import build
 from tests.parity import reference
+from tests.parity.drawn_owners import pool_file
 from tests.parity.named_settings import ACTIVATIONS, ADAPTED, CONTEXTS, MODELS, MOE, PLACEMENTS
 
 STEPS = 2
@@ -27,7 +28,7 @@ LR = 1e-3
 """Peak learning rate. Adam moves a weight whose true gradient is zero (a key bias's) by rounding
 errors of about 1e-17 x lr / eps; at this rate that stays under the tolerance."""
 SLOW = 1e-9
-"""TFLOP/s of a device on which copies of experts take less time than rows."""
+"""TFLOP/s of a device on which copies of experts, or their moves, take less time than rows."""
 END = 5
 """The token that ends a document."""
 
@@ -199,7 +200,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "pad": case.pad,
                 "codec": case.codec if case.dtype != "fp64" else "none",
                 "topology": case.topology and list(case.topology),
-                **PLACEMENTS[case.placement],
+                **_placement(case),
             },
             "pipeline": {
                 "schedule": case.schedule,
@@ -251,7 +252,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
                 "offload_folder": tempfile.gettempdir(),
                 "post_validation": case.post_validation,
             },
-            "log": {"peak_tflops": SLOW} if case.placement == "shadows" else {},
+            "log": {"peak_tflops": SLOW} if case.placement in ("shadows", "migrating") else {},
             "train": {
                 "steps": case.steps,
                 "sequence_length": case.sequence,
@@ -298,6 +299,15 @@ def _moe(case: Case) -> dict[str, Any]:
         return section
     layers = filter(MoEConfig.model_validate(section).has_experts, range(case.layers))
     return {**section, "experts": numbers[: len(list(layers))]}
+
+
+def _placement(case: Case) -> dict[str, Any]:
+    section = PLACEMENTS[case.placement]
+    if section.get("policy") != "migrate":
+        return section
+    moe = MoEConfig.model_validate(_moe(case))
+    experts = {n: moe.experts_of(n) for n in filter(moe.has_experts, range(case.layers))}
+    return {**section, "pool": str(pool_file(experts, case.ep))}
 
 
 def _lora(case: Case) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from tests.parity.expected import (
     validation,
     wire_of,
 )
-from tests.parity.mixture import Told, experts_of, has_experts, kept, moved
+from tests.parity.mixture import Told, experts_of, has_experts, kept, moved, of_experts
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.reference import Params
 from tests.parity.routing_noise import is_random
@@ -240,12 +240,16 @@ def compare_gradients(
 
 
 def check_travelled(case: Case, grads: Params, known: Gradients) -> None:
-    """What should have been exchanged in a narrow type has lost what that type cannot hold."""
+    """What should have been exchanged in a narrow type has lost what that type cannot hold, of
+    experts and of other parameters."""
     local = 1e-10 if case.dtype == "fp64" else 64 * ROUNDING[case.dtype]
     limits = {name: local * scale for name, scale in known.scales.items()}
-    if any((travel > limits[name]).any() for name, travel in known.travel.items()):
-        off = [((grads[name] - known.exact[name]).abs() > limits[name]).any() for name in grads]
-        assert any(off), f"no gradient has travelled in {case.reduce_dtype}"
+    for kind in (False, True):
+        names = [name for name in grads if of_experts(name) == kind]
+        if any((known.travel[name] > limits[name]).any() for name in names):
+            off = [((grads[n] - known.exact[n]).abs() > limits[n]).any() for n in names]
+            whose = "of experts " if kind else ""
+            assert any(off), f"no gradient {whose}has travelled in {case.reduce_dtype}"
 
 
 def check_errors(grads: Params, known: Gradients, errors: Iterable[Params]) -> None:

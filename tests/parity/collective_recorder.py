@@ -30,6 +30,12 @@ class Call:
     exposed: bool = True
     ranks: tuple[int, ...] = field(default=(), compare=False)
     """Its group."""
+    group: str = field(default="", compare=False)
+    """The name of that; several may be of the same ranks."""
+    bytes: int = field(default=0, compare=False)
+    """Of the whole tensor, like `elements`."""
+    lengths: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+    """What each rank of an all-to-all of uneven pieces is sent, and is received from."""
 
 
 class Recorder(TorchDispatchMode):
@@ -59,9 +65,15 @@ class Recorder(TorchDispatchMode):
             axis = next(arg for arg in args if isinstance(arg, collectives.Axis))
             if axis.group is None:
                 return begin(*args, **kwargs)
-            whole = max(arg.numel() for arg in args if isinstance(arg, Tensor))
-            ranks = tuple(collectives.dist.get_process_group_ranks(axis.group))
-            made = Call(begin.__name__.removeprefix("start_"), whole, ranks=ranks)
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            made = Call(
+                begin.__name__.removeprefix("start_"),
+                max(tensor.numel() for tensor in tensors),
+                ranks=tuple(collectives.dist.get_process_group_ranks(axis.group)),
+                group=axis.group.group_name,
+                bytes=max(tensor.nbytes for tensor in tensors),
+                lengths=tuple(tuple(arg) for arg in args if isinstance(arg, list)),
+            )
             self.calls.append(made)
             before = self._products
             result = begin(*args, **kwargs)

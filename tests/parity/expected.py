@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from tests.parity.by_position import grads_by_position
 from tests.parity.cases import END, Case, batch_of, configure, plain, settings, validation_samples
 from tests.parity.choices import check_choices
 from tests.parity.dropout_noise import noise_of
-from tests.parity.mixture import Told, Wire
+from tests.parity.mixture import Told, Wire, of_experts
 from tests.parity.reference import Batch, Params
 
 ROUNDING = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
@@ -169,7 +171,7 @@ def gradients_at(
         exact,
         reference.gradient_scales(exact),
         told,
-        travelling(case, params, exact_model, batch, noise),
+        travelling(case, params, exact_model, batch, noise, given),
     )
 
 
@@ -207,17 +209,21 @@ def neighbours(params: Mapping[str, Tensor], draw: int) -> Params:
     }
 
 
-def travel_rounding(case: Case) -> float:
-    """Relative error of gradients on their way, of the sum of the sizes of what is summed up.
+def travel_rounding(case: Case, *, experts: bool = False) -> float:
+    """Relative error of gradients on their way, of the sum of the sizes of what is summed up; those
+    of `experts` go to fewer ranks, or to more.
 
     Slices go to their owners; with equal slices the sums of these go to each other, and the total
     back: one rounding or three.
     """
     main = "fp64" if case.dtype == "fp64" else "fp32"
-    if case.reduce_dtype in (None, main) or not case.replicated:
+    copies = case.grid.copies(experts=experts)
+    held = case.replicas is not None and not case.in_process
+    summed = copies > 1 or held if experts else case.replicated
+    if case.reduce_dtype in (None, main) or not summed:
         return 0.0
     whole = case.shard_size is None and case.replicas is None
-    once = case.zero in (1, 2) and whole and case.dp * case.cp > 1
+    once = case.zero in (1, 2) and whole and copies > 1
     return (1 if once else 3) * ROUNDING[case.reduce_dtype] * (1 + ROUNDING["bf16"]) ** 2
 
 
@@ -227,13 +233,14 @@ def travelling(
     model: ModelConfig,
     batch: Batch,
     noise: reference.Noise | None,
+    given: Sequence[Tensor],
 ) -> Params:
     """Most that the types in which gradients travel add to the error of each."""
-    error = travel_rounding(case)
-    if not error:
+    errors = [travel_rounding(case, experts=experts) for experts in (False, True)]
+    if not any(errors):
         return {name: torch.zeros_like(params[name]) for name in reference.trained(params)}
-    sizes = summed_sizes(case, params, model, batch, noise)
-    return {name: error * size for name, size in sizes.items()}
+    sizes = summed_sizes(case, params, model, batch, noise, given)
+    return {name: errors[of_experts(name)] * size for name, size in sizes.items()}
 
 
 def summed_sizes(
@@ -242,6 +249,7 @@ def summed_sizes(
     model: ModelConfig,
     batch: Batch,
     noise: reference.Noise | None,
+    given: Sequence[Tensor] = (),
 ) -> Params:
     """Sum of |gradient| over micro-batches, over the positions of each rank that shares them, and,
     of a tied embedding, over its uses: at least the sum over any parts of the gradient that are
@@ -252,19 +260,49 @@ def summed_sizes(
         uses["head.weight"] = params["embedding.word.weight"]
     sizes = {name: torch.zeros_like(uses[name]) for name in reference.trained(uses)}
     count, end = batch[2].sum().item(), document_end(case)
-    _, layout = configure(case)
-    held = [[*layout.split.held(layout.slice_lengths, i).own] for i in range(case.cp)]
+    held = held_positions(case)
     for start in range(0, len(batch[0]), case.batch):
         rows = slice(start, start + case.batch)
         part = tuple(t[rows] for t in batch)
         here = None if noise is None else {place: n[rows] for place, n in noise.items()}
-        share = part[2].sum().item() / count
-        for grads in grads_by_position(uses, apart, part, end, held, here):
-            for name, grad in grads.items():
-                sizes[name] += share * grad.abs()
+        told = told_of(case, [layer[rows] for layer in given])
+        told.wire = replace(told.wire, near=told.wire.near[rows])
+        share = part[2].sum().item() / max(count, 1)
+
+        def objective(
+            uses: Params,
+            part: Any = part,
+            noise: reference.Noise | None = here,
+            told: Told = told,
+            share: float = share,
+        ) -> Tensor:
+            loss = reference.loss(uses, apart, *part, end, noise, told)
+            return share * loss + len(part[0]) / len(batch[0]) * sum(told.terms)
+
+        pieces = iter(grads_by_position(uses, list(itertools.chain(*held)), objective))
+        for of_rank in held:
+            found = [next(pieces) for _ in of_rank]
+            for name, size in sizes.items():
+                own = torch.stack([grads[name] for grads in found])
+                size += own.abs().sum(0) if of_experts(name) else own.sum(0).abs()
     if "head.weight" in sizes and model.tied_embeddings:
         sizes["embedding.word.weight"] += sizes.pop("head.weight")
     return sizes
+
+
+def held_positions(case: Case) -> list[list[list[int]]]:
+    """Of each rank of cp its positions, by slice and, where layers have experts, by the tp rank
+    whose tokens they are; so the gradients of experts on any rank are made of theirs."""
+    _, layout = configure(case)
+    parts = case.tp if case.moe is not None and case.sequence_parallel else 1
+    starts = [0, *itertools.accumulate(layout.slice_lengths)]
+    found: list[list[list[int]]] = [[] for _ in range(case.cp)]
+    for index, of_rank in enumerate(found):
+        for start, length in zip(starts, layout.slice_lengths, strict=False):
+            own = [*layout.split.own(start, length, index)]
+            size = len(own) // parts
+            of_rank += [own[i : i + size] for i in range(0, len(own), size)]
+    return found
 
 
 def first_weights(case: Case) -> Params:

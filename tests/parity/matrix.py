@@ -75,13 +75,14 @@ DIMENSIONS: dict[str, list[Any]] = {
     "loss_chunk": [None, 0, 5],
     "lora": [None, "all", "some", "heads together"],
     "moe": [
-        *((None, 1, 1), ("top 2", 1, 1), ("capacity, choice", 1, 1), ("groups", 1, 1)),
-        *(("top 2", 4, 1), ("capacity, choice", 2, 2), ("groups", 2, 1), ("top 2", 1, 2)),
-        *(("step", 2, 1), ("random", 1, 1), ("pyramid", 2, 1), ("pyramid, biased", 4, 1)),
+        *((None, 1, 1), ("top 2", 1, 1), ("top 1, capacity 1", 4, 1), ("capacity, choice", 2, 2)),
+        *(("capacity, position", 1, 1), ("capacity, score", 1, 1), ("groups", 2, 1)),
+        *(("shared, gated", 1, 2), ("step", 2, 1), ("random", 1, 1)),
+        *(("pyramid", 2, 1), ("pyramid, biased", 4, 1)),  # the former has a residual
     ],
     "dispatch": [("all_to_all", None), ("all_gather", None), ("hierarchical", 2), ("fetch", None)],
     "expert_chunks": [1, 3],
-    "placement": ["static", "changing"],
+    "placement": ["static", "changing", "migrating"],
     "pad": [False, True],
     "codec": ["none", "bf16", "int8"],
     "model": ["gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"],
@@ -148,6 +149,8 @@ PLAIN_SHARE = {
 }
 """How often a drawn value is the plain one, where values are no equals. Any other costs: seconds if
 blocks are compiled, and else that the reference's own training is no longer what is expected."""
+LAYERS = {"top 1, capacity 1": 4}
+"""The fewest of which one has experts, where these are more than usual."""
 HEADS = Case.heads
 LARGEST_COMPILED = 4
 """Ranks: each traces for itself, and there are few cores."""
@@ -208,7 +211,7 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
     copies, left_over = divmod(dp * cp * tp, ep * etp)
     if left_over or copies % min(c["shard_size"] or copies, copies):
         return False
-    split = (tp > 1 and not c["sequence_parallel"]) or c["reduce_dtype"] is not None
+    split = tp > 1 and not c["sequence_parallel"]
     frozen = c["lora"] is not None and not _can_be_adapted(c)
     return not (split or frozen or c["scatter"] == "on")
 
@@ -222,7 +225,7 @@ def _can_be_adapted(c: Mapping[str, Any]) -> bool:
 def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     """Whether tokens go to experts of other ranks, which are enough for the form."""
     (moe, ep, etp), (dispatch, node), chunks = c["moe"], c["dispatch"], c["expert_chunks"]
-    if c["placement"] != "static" and not _can_have_copies(c):
+    if c["placement"] != "static" and not _can_be_placed(c):
         return False
     if c["pad"] and "capacity" not in MOE.get(moe, {}):
         return False
@@ -235,9 +238,11 @@ def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     return chunks <= fewest // ep and (node is None or node < ep * etp)
 
 
-def _can_have_copies(c: Mapping[str, Any]) -> bool:
-    """Whether other ranks have experts, whose weights and gradients are whole in time."""
-    whole = c["zero"] < 3 and not c["post_validation"] and c["lora"] is None
+def _can_be_placed(c: Mapping[str, Any]) -> bool:
+    """Whether other ranks have experts, whose weights and gradients are whole in time for copies;
+    those that migrate have none."""
+    whole = c["zero"] < 3 or c["placement"] == "migrating"
+    whole = whole and not c["post_validation"] and c["lora"] is None
     return whole and c["moe"][1] > 1 and c["dispatch"][0] != "fetch" and not c["pad"]
 
 
@@ -294,7 +299,7 @@ def to_case(choice: Mapping[str, Any]) -> Case:
     deep = values["schedule"] == "interleaved_1f1b" and m % 2
     return Case(
         group=1 + m // 2 if deep else None,
-        layers=max(3, stages + values["uneven"]),
+        layers=max(LAYERS.get(values["moe"], 3), stages + values["uneven"]),
         batch=1 if m > 4 else 2,
         sequence=8 * max(1, values["cp"] // 2, values["cp"] * values["tp"] // 4),
         loss_scale=2.0**10 if choice["dtype"] == "fp16" else None,

@@ -170,7 +170,7 @@ def mixture(
             for j, expert in enumerate(chosen[row][t]):
                 if (row, t, j) not in dropped:
                     own = {
-                        f"{each}.{kind}": params[f"{name}.{each}.{kind}"][expert]
+                        f"{each}.{kind}": _used(params[f"{name}.{each}.{kind}"], t)[expert]
                         for each in ("up", "down")
                         for kind in ("weight", "bias")
                         if f"{name}.{each}.{kind}" in params
@@ -185,6 +185,12 @@ def mixture(
     _tell(told, logits, p, chosen, model, None if last is None else last.tolist())
     told.dropped.append(dropped)
     return _beside(torch.stack(samples).to(x.dtype), x, params, name, model, mlp)
+
+
+def _used(values: Tensor, position: int) -> Tensor:
+    """Those with which a position computes, where positions have copies of their own
+    (:mod:`tests.parity.by_position`)."""
+    return values.at(position) if hasattr(values, "at") else values
 
 
 def _part(own: Mapping[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
@@ -211,6 +217,11 @@ def choose(p: list[float], model: ModelConfig) -> list[int]:
 def kept(name: str) -> bool:
     """Whether it is of a router, and moved by choices and by no gradient."""
     return name.endswith((".router.bias", ".router.counts"))
+
+
+def of_experts(name: str) -> bool:
+    """Whether a parameter is of experts, and not of their router or of an MLP beside them."""
+    return ".moe.up." in name or ".moe.down." in name
 
 
 def moved(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,18 +23,10 @@ from megapipe.train import migration
 from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.cases import END, SLOW, Case, configure
+from tests.parity.drawn_owners import drawn_map
 from tests.parity.held_models import HeldWeights
 from tests.parity.outcome import Outcome, take_region
 from tests.parity.ranks import train
-
-
-def drawn_map(present: ExpertMap, seed: int) -> ExpertMap:
-    """Owners in any order, other than now; 0: as a run begins."""
-    owners = list(ExpertMap.even(present.experts, present.ranks).owners)
-    draw = random.Random(seed)
-    while seed and (owners == list(present.owners) or owners == sorted(owners)):
-        draw.shuffle(owners)
-    return ExpertMap(tuple(owners), ((),) * present.ranks)
 
 
 @contextmanager

@@ -101,6 +101,14 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 
 MOE: dict[str, dict[str, Any]] = {
     "top 2": {"experts": 4, "ffn": 12, "balance": 0.3, "z": 0.05},
+    "sixteen": {
+        "experts": 16,
+        "ffn": 8,
+        "shared": 8,
+        "balance": 0.3,
+        "z": 0.05,
+        "bias_rate": 0.02,
+    },
     "top 1, capacity 1": {
         "experts": 4,
         "top_k": 1,
@@ -154,6 +162,13 @@ MOE: dict[str, dict[str, Any]] = {
         "jitter": 0.3,
         "second": "random",
         "balance": 0.2,
+    },
+    "gshard": {
+        "experts": 4,
+        "capacity": 0.9,
+        "second": "random",
+        "balance": 0.4,
+        "balance_choices": "first",
     },
     "sliced": {
         "experts": 4,
@@ -237,5 +252,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "one slot": {"policy": "balance", "slots": 1, "replan": 1},
     "every second step": {"policy": "balance", "slots": 2, "replan": 2},
     "shadows": {"policy": "shadow", "slots": 2, "replan": 1},
+    "migrating": {"policy": "migrate", "replan": 1},
 }
-"""Which ranks have which experts."""
+"""Which ranks have which experts. Those that migrate get a pool of drawn owners."""

@@ -101,7 +101,7 @@ def copies_are_counted_in_the_norm() -> Patch:
 
     def wrong(self: Optimizer, loss_scale: float = 1.0) -> Tensor:
         squares = finish(self, loss_scale)
-        for stage, of_stage in self._places.items():
+        for stage, of_stage in self.places.items():
             for places in of_stage:
                 squares[stage] += sum(grad.square().sum() for grad in places._grads.values())
         return squares

@@ -11,9 +11,11 @@ from tests.parity.by_position import grads_by_position
 from tests.parity.cases import END, Case, batch_of, configure
 from tests.parity.compare import assert_within
 from tests.parity.dropout_noise import noise_of
+from tests.parity.mixture import Told
 from tests.parity.named_settings import MODELS
 from tests.parity.reference import (
     Optimizer,
+    Params,
     assert_error_like,
     assert_grads_close,
     assert_weights_close,
@@ -284,15 +286,24 @@ def test_noise_is_a_function_of_coordinates() -> None:
     assert noise_of(Case(), step=0) is None
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_gradients_by_position(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "moe"), [*((model, None) for model in MODELS), ("gpt2", "top 2")]
+)
+def test_gradients_by_position(model: str, moe: str | None) -> None:
     """They add up to the gradient; a position's embedding has its own from one part."""
-    case = Case(model=model, tied=False, documents=True, lora=None if model == "gpt2" else "all")
+    lora = None if model == "gpt2" else "all"
+    case = Case(model=model, moe=moe, tied=False, documents=True, lora=lora)
     config, _ = configure(case)
     params = init_random(config.model, seed=3, lora=config.lora)
     parts = [[0, 1, 6, 7], [2, 3, 4, 5]]
-    found = grads_by_position(params, config.model, batch_of(case, 0), END, parts)
-    _, exact = loss_and_grads(params, config.model, batch_of(case, 0), END)
+    batch = batch_of(case, 0)
+
+    def objective(params: Params) -> Tensor:
+        told = Told(len(batch[0]))
+        return sum(told.terms, loss(params, config.model, *batch, END, told=told))
+
+    found = grads_by_position(params, parts, objective)
+    _, exact = loss_and_grads(params, config.model, batch, END)
     assert_grads_close({name: found[0][name] + found[1][name] for name in exact}, exact, 1e-14)
     for part, grads in zip(parts, found, strict=True):
         assert all(grad.any() for grad in grads.values())

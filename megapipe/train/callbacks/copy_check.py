@@ -22,7 +22,7 @@ class CopyCheck(Callback):
         if not (step.settle or step.save or step.stop):
             return
         run.check_settled()
-        if self._copies is None:
+        if self._copies is None or run.config.experts.copies:
             self._copies = Copies(run.train_step.optimizer, run.mesh)
         difference = self._copies.difference()
         if difference is not None:

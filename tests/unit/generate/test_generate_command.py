@@ -85,6 +85,16 @@ def test_a_mistake_is_one_line(
     assert told.err.count("\n") == 1
 
 
+def test_a_model_whose_experts_have_a_capacity_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, make_config(moe={"experts": 4, "capacity": 1.5}))
+    assert main([str(tmp_path), "--prompt", "one"]) == 2
+    line, *others = capsys.readouterr().err.splitlines()
+    assert others == []
+    assert line.startswith("megapipe: error: model.moe.capacity=1.5: texts of other lengths")
+
+
 def test_a_prompt_that_the_model_cannot_see_whole_is_said(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -256,6 +256,11 @@ def test_they_are_stored_and_read_back(experts: str) -> None:
             "pipeline.schedule=chimera_backward_halving"),
             "expected sequence or step",
         ),
+        (
+            ("model.moe.experts=4 model.moe.capacity=1 model.moe.drop=score parallel.pp=2 "
+            "pipeline.schedule=seq1f1b pipeline.slices=2"),
+            "model.moe.drop=score goes by all tokens of a sequence; expected position",
+        ),
         ("checkpoint.upcycle=true", "has no effect without model.moe.experts: expected false"),
         ("model.moe.experts=4 checkpoint.upcycle=true", "has no effect without checkpoint.load"),
         (

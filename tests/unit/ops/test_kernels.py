@@ -203,6 +203,7 @@ def test_fp64_updates_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ends", [(7,), (0, 7, 7, 30), (3, 3), (0, 0, 0)])
 def test_grouped_products(ends: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Row 7.11 (ScatterMoE): equal the products of each expert, also of experts without rows."""
     candidates = grouped.candidates(device=CPU, dtype=dtype, widths=[16, 24])
     assert choose("experts", "auto", candidates).name == "loop"
     kernel = choose("experts", "grouped", candidates).kernel

@@ -10,6 +10,7 @@ import torch
 
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
+from megapipe.plan.report import report
 from megapipe.train.opening import banner
 from megapipe.words import counted, either, plural
 
@@ -50,6 +51,27 @@ def test_several_of_each() -> None:
     ]
     assert parts[4].startswith("1,000 steps of ")
     assert parts[5] == "not bitwise reproducible (run.deterministic)"
+
+
+def test_parameters_in_all_and_of_a_token() -> None:
+    """Counted by hand, also in the plan. Two matrices of the vocabulary of 257 x 16; five norms
+    (16 each); in both layers attention (48 x 16 and 16 x 16); in the first an MLP
+    (three of 32 x 16), in the second a router (4 x 16), 4 experts (three of 8 x 16 each) of which a
+    token meets one, and an MLP beside them (three of 12 x 16)."""
+    given = [
+        *("model.norm=rmsnorm", "model.positions=rotary", "model.activation=swiglu"),
+        *("model.bias=false", "model.tied_embeddings=false", "model.ffn_hidden=32"),
+        *("model.moe.experts=4", "model.moe.ffn=8", "model.moe.shared=12"),
+        *("model.moe.top_k=1", "model.moe.normalise=false", "model.moe.dense_first=1"),
+    ]
+    attention, dense, expert = 48 * 16 + 16 * 16, 3 * 32 * 16, 3 * 8 * 16
+    rest = 2 * 257 * 16 + 5 * 16 + 2 * attention + dense + 4 * 16 + 3 * 12 * 16
+    assert (rest + 4 * expert, rest + expert) == (14_064, 12_912)
+    words = "14,064 parameters, of which a token meets 12,912, fp32 | "
+    assert line(*given).startswith(words)
+    small = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.vocab_size=257"]
+    config, layout = resolve(parse([*small, *given]).config, 1, None)
+    assert "parameters    14,064, of which a token meets 12,912\n" in report(config, layout)
 
 
 @pytest.mark.parametrize(

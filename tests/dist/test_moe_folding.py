@@ -1,0 +1,29 @@
+"""Experts over dp, cp and tp at once: over neighbours, whichever of these axes they are along."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.parity.bitwise import check_groups
+from tests.parity.ranks import Case
+
+WHOLE = Case(
+    dp=2,
+    cp=2,
+    tp=2,
+    sequence_parallel=True,
+    ep=8,
+    moe="sixteen",
+    masked=0.3,
+    layers=2,
+    batch=1,
+)
+"""Two experts on each of eight ranks."""
+PARTS = replace(WHOLE, ep=4, etp=2)
+"""Four on each pair of tp ranks, half of each expert on either."""
+COPIES = replace(PARTS, ep=2, model="llama", zero=3)
+"""Eight on four ranks of a replica, and the same on those of the other."""
+
+
+def test_experts_fold_over_all_axes_at_once() -> None:
+    check_groups([[WHOLE], [PARTS], [COPIES]])
