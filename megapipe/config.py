@@ -284,7 +284,7 @@ class KernelsConfig(Section):
     (grouped), which is auto on a GPU in bf16. W adds the gradients of each expert by `weight_grad`,
     which keeps them in fp32."""
     expert_rows: Literal["auto", "torch", "inductor"] = "auto"
-    """What experts do with their rows around these products, the activation times the weight of the
+    """Work on the rows of experts around these products, the activation times the weight of the
     choice and the sums of a token's rows: torch's operations, or a kernel or two each, made by
     inductor, which takes seconds at start; auto is inductor on a GPU."""
     optimizer: Literal["auto", "torch", "apex"] = "auto"

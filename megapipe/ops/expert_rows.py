@@ -1,6 +1,6 @@
-"""What is done with rows of experts around their products: the activation times the weight of each
-row, its gradients, and the sums of a token's rows. With torch's kernels each is several passes over
-all rows; inductor makes one or two of each, whatever number of rows there is.
+"""Kernels for rows of experts, around their products: the activation times the weight of each row,
+its gradients, and the sums of a token's rows. With torch's each is several passes over all rows;
+inductor makes one or two of each, whatever number of rows there is.
 """
 
 from __future__ import annotations
