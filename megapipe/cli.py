@@ -6,10 +6,12 @@ rest are defaults. Nothing here imports torch, so that a mistake is reported at 
 
 import contextlib
 import json
+import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from fractions import Fraction
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -40,11 +42,13 @@ from megapipe.urls import is_remote
 from megapipe.words import without_secrets
 
 USAGE = (
-    "train.py [CONFIG] [section.key=value ...] [--dry-run | --time-slices] [--traceback] "
-    "[--help [SECTION]]"
+    "train.py [CONFIG] [section.key=value ...] [--dry-run [--imbalance X] | --time-slices] "
+    "[--traceback] [--help [SECTION]]"
 )
 OPTIONS = ("--dry-run", "--time-slices", TRACEBACK)
 """Those without a value; ``--help`` may have one."""
+IMBALANCE = "--imbalance"
+"""Has a value."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Command:
 
     config: Config = field(default_factory=Config)
     dry_run: bool = False
+    imbalance: Fraction | None = None
+    """The plan is for a rank whose experts get so many times the mean rows."""
     time_slices: bool = False
     traceback: bool = False
     """An error is to be shown with where it arose."""
@@ -85,6 +91,9 @@ def parse(argv: Sequence[str]) -> Command:
             return Command(help=_topic(argv[argv.index(option) + 1 :]))
     if {"--dry-run", "--time-slices"} <= set(argv):
         raise ConfigError("command line: --dry-run and --time-slices: expected one of them")
+    imbalance, argv = _imbalance(argv)
+    if imbalance is not None and "--dry-run" not in argv:
+        raise ConfigError(f"command line: {IMBALANCE} is for a plan: expected --dry-run too")
     path: str | None = None
     given: list[_Given] = []
     overrides: list[_Given] = []
@@ -119,10 +128,31 @@ def parse(argv: Sequence[str]) -> Command:
     return Command(
         config=config,
         dry_run="--dry-run" in argv,
+        imbalance=imbalance,
         time_slices="--time-slices" in argv,
         traceback=TRACEBACK in argv,
         where=where,
     )
+
+
+def _imbalance(argv: Sequence[str]) -> tuple[Fraction | None, list[str]]:
+    """The value of :data:`IMBALANCE`, and the other arguments."""
+    found, others, words = None, [], iter(argv)
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name != IMBALANCE:
+            others.append(word)
+            continue
+        text = text if equals else next(words, "")
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 1 <= value < math.inf:
+            shown = _clipped(text) if text else "without a value"
+            raise ConfigError(f"command line: {IMBALANCE} {shown}: expected a number >= 1")
+        found = Fraction(str(value))
+    return found, others
 
 
 def from_mapping(given: Mapping[str, Any], where: str) -> Config:
@@ -216,6 +246,11 @@ def help_text(topic: str = "") -> str:
         "",
     )
     lines += _wrapped(f"--help SECTION shows one of {', '.join(SECTIONS)}.", "")
+    lines += _wrapped(
+        "--dry-run shows the plan of a run and starts none; with --imbalance X its memory is that "
+        "of a rank whose experts get X times the mean rows of a rank, in each layer.",
+        "",
+    )
     lines += _wrapped("--traceback shows where in the code an error arose.", "")
     for name in SECTIONS:
         lines += ["", *_section_lines(name)]

@@ -89,17 +89,32 @@ def padded_rows(routing: Routing, tokens: int, sequences: int, length: int) -> i
     return routing.experts * sequences * min(places, tokens // sequences)
 
 
+def most_imbalance(routing: Routing, ep: int) -> Fraction:
+    """The most rows that a rank's experts can get by the mean, as a token chooses each once."""
+    return Fraction(ep * min(routing.top_k, routing.experts // ep), routing.top_k)
+
+
 def most_rows(
-    routing: Routing, tokens: int, sequences: int, length: int, ep: int = 1, etp: int = 1
+    routing: Routing,
+    tokens: int,
+    sequences: int,
+    length: int,
+    ep: int = 1,
+    etp: int = 1,
+    imbalance: Fraction | None = None,
 ) -> int:
     """Rows that the experts of a rank get of a layer, with a capacity at most, and otherwise where
     ep x etp ranks, of `tokens` each, choose evenly. They have `sequences` of that length together.
+    With an `imbalance` they are so many times those of an even choice, as far as there are as many.
     """
+    even = etp * tokens * routing.top_k
+    most = int(even * most_imbalance(routing, ep))
     places = routing.places(length)
-    if places is None:
-        return etp * tokens * routing.top_k
-    most = sequences * places * routing.experts // ep
-    return min(ep * etp * tokens * routing.top_k, most)
+    if places is not None:
+        most = min(most, sequences * places * routing.experts // ep)
+    if imbalance is not None:
+        return min(most, ceil(even * imbalance))
+    return even if places is None else most
 
 
 def expert_matrices(

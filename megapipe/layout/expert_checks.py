@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.layers.moe_specs import most_imbalance
 from megapipe.layout.dispatch import check_dispatch, check_effect
+from megapipe.model.gpt.moe import routing_of
 from megapipe.model.gpt.moe_checks import check_experts as check_numbers
 from megapipe.model.gpt.moe_checks import experts_in
 from megapipe.strict_yaml import text_of
@@ -111,4 +115,35 @@ def check_pieces(config: Config, *, slices: int, halves: bool) -> None:
         raise ConfigError(
             f"pipeline.schedule={config.pipeline.schedule} cuts micro-batches into parts: "
             "model.moe.balance_scope=microbatch has no support for it; expected sequence or step"
+        )
+
+
+def why_as_many(config: Config) -> str | None:
+    """Why a plan knows without an imbalance how many rows the experts of a rank get at most, of a
+    resolved configuration; None where they may be more or less."""
+    moe, parallel = config.model.moe, config.parallel
+    if moe.experts is None:
+        return "model.moe.experts=null, without which there are none"
+    if moe.capacity is not None:
+        return f"model.moe.capacity={moe.capacity:g}, for which memory is planned"
+    if parallel.ep == 1:
+        return "parallel.ep=1, where each rank has all experts"
+    if config.experts.dispatch == "fetch":
+        return "experts.dispatch=fetch, where rows stay on their rank"
+    return None
+
+
+def check_imbalance(config: Config, imbalance: Fraction | None) -> None:
+    """Refuse to plan for a rank with so many times the mean rows where no rank can have them."""
+    if imbalance is None:
+        return
+    where, moe, ep = f"--imbalance {float(imbalance):g}", config.model.moe, config.parallel.ep
+    if why := why_as_many(config):
+        raise ConfigError(f"{where} has no effect with {why}: expected none")
+    layers = filter(moe.has_experts, range(config.model.layers))
+    most = max(most_imbalance(routing_of(moe, layer), ep) for layer in layers)
+    if imbalance > most:
+        raise ConfigError(
+            f"{where}: of model.moe.top_k={moe.top_k} choices of a token a rank gets at most "
+            f"{float(most):g} times the mean at parallel.ep={ep}: expected at most that"
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
@@ -125,6 +126,9 @@ class Sizes(NamedTuple):
     dispatch: Dispatched = Dispatched()
     ulysses: int = 1
     """Those of them that split heads while they attend."""
+    imbalance: Fraction | None = None
+    """Rows that its experts get by those of a rank where all are chosen evenly; None: as many as
+    their capacity allows, without one as many as there."""
     exchanging: tuple[int, int] = (0, 0)
     """The most bytes at once in a layer's attention, forward and backward, where positions are
     split, besides inputs, output, LSE and gradients."""

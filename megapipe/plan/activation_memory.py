@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
@@ -45,7 +46,12 @@ class _Piece(NamedTuple):
 
 
 def peak_activations(
-    config: Config, layout: Layout, rank: int, *, inside: bool = True
+    config: Config,
+    layout: Layout,
+    rank: int,
+    *,
+    inside: bool = True,
+    imbalance: Fraction | None = None,
 ) -> Activations:
     """The most that pipeline rank `rank` holds for its pieces, in either memory.
 
@@ -53,11 +59,12 @@ def peak_activations(
     gradients need from I to W. At a recomputed stage it holds the input alone until R, I or B
     builds the graph. While an operation runs its piece takes more, as far as the model's family
     knows; without `inside` only the moments between operations count. Messages in transit are left
-    out.
+    out. The experts of a rank get so many times the mean rows of a rank as `imbalance` says, in all
+    layers and pieces; without it as many as their capacity allows, or the mean.
     """
     held: dict[_Owner, Activations] = {}
     device = host = most_device = most_host = 0
-    for changes in _moments(config, layout, rank, inside):
+    for changes in _moments(config, layout, rank, inside, imbalance):
         for owner, now in changes.items():
             before = held.pop(owner, _NOTHING)
             device += now.device - before.device
@@ -70,7 +77,7 @@ def peak_activations(
 
 
 def _moments(
-    config: Config, layout: Layout, rank: int, inside: bool
+    config: Config, layout: Layout, rank: int, inside: bool, imbalance: Fraction | None
 ) -> Iterator[dict[_Owner, Activations]]:
     """Changes of the bytes held: after each operation, and where an I or B recomputes its stage.
 
@@ -78,7 +85,7 @@ def _moments(
     """
     schedule, train = layout.listed, config.train
     rows = [int(schedule.size_of(i) * train.microbatch) for i in range(schedule.microbatches)]
-    piece_of = functools.cache(partial(_piece, config, layout))
+    piece_of = functools.cache(partial(_piece, config, layout, imbalance))
     built: set[_Owner] = set()
     """Graphs of stages that are run again, ahead of the backward."""
     for op in schedule.rank_ops(rank):
@@ -117,7 +124,14 @@ def _cache(op: Op, piece: _Piece) -> dict[_Owner, Activations]:
     return {(op.stage, op.microbatch, None): Activations(size, 0)} if piece.cached else {}
 
 
-def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -> _Piece:
+def _piece(
+    config: Config,
+    layout: Layout,
+    imbalance: Fraction | None,
+    stage: int,
+    rows: int,
+    slice_: int,
+) -> _Piece:
     model, lengths, spec = layout.model, layout.local_lengths, layout.stage_layers[stage]
     sizes = sizes_of(config, layout.device, layout.split, layout.local_length, rows)
     cached = gradients = 0
@@ -125,7 +139,7 @@ def _piece(config: Config, layout: Layout, stage: int, rows: int, slice_: int) -
         sizes = sizes._replace(sequence=lengths[slice_], before=sum(lengths[:slice_]))
         cached, gradients = model.cached(spec, sizes)
     exchanging = attention_workspace(layout, rows, sizes.sequence, sizes.before or 0)
-    sizes = sizes._replace(exchanging=exchanging)
+    sizes = sizes._replace(exchanging=exchanging, imbalance=imbalance)
 
     def message(stage: int) -> int:
         """Bytes between a stage and the one that follows."""

@@ -1,9 +1,11 @@
 """Whether a run fits its devices and how long a step takes, as text."""
 
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
 from megapipe.config import Config
+from megapipe.layout.expert_checks import why_as_many
 from megapipe.layout.layout import Layout
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import Activations, peak_activations
@@ -13,9 +15,14 @@ from megapipe.plan.pace import expected_step
 from megapipe.schedule.timing.simulate import Timeline
 
 
-def process_memory(config: Config, layout: Layout) -> list[tuple[ModelMemory, Activations]]:
-    """The most that each process along the pipeline axis holds: one if ranks share a process."""
-    each = [peak_activations(config, layout, rank) for rank in range(layout.pp)]
+def process_memory(
+    config: Config, layout: Layout, imbalance: Fraction | None = None
+) -> list[tuple[ModelMemory, Activations]]:
+    """The most that each process along the pipeline axis holds: one if ranks share a process.
+    `imbalance` is that of :func:`peak_activations`."""
+    each = [
+        peak_activations(config, layout, rank, imbalance=imbalance) for rank in range(layout.pp)
+    ]
     if layout.in_process:
         whole = Activations(sum(a.device for a in each), sum(a.host for a in each))
         return [(model_memory(config, layout, 0), whole)]
@@ -31,9 +38,9 @@ class Demand(NamedTuple):
     """The parts of the largest of them, as text, with those that are elsewhere."""
 
 
-def demand(config: Config, layout: Layout) -> Demand:
-    """The memory of a resolved configuration."""
-    each = process_memory(config, layout)
+def demand(config: Config, layout: Layout, imbalance: Fraction | None = None) -> Demand:
+    """The memory of a resolved configuration; `imbalance` is that of :func:`peak_activations`."""
+    each = process_memory(config, layout, imbalance)
     others = [0] * len(each)
     if layout.device == "cuda":
         others = [outside_torch(config, layout, rank) for rank in range(len(each))]
@@ -69,15 +76,40 @@ def _copies(config: Config, layout: Layout) -> int:
     return COPIES_KEPT * (1 if layout.world <= config.parallel.per_node else 2)
 
 
-def memory_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
-    """Lines of the plan: bytes of the process that holds most, of all, and whether they fit."""
-    totals, text = demand(config, layout)
+def memory_lines(
+    config: Config, layout: Layout, speeds: Speeds, imbalance: Fraction | None = None
+) -> list[str]:
+    """Lines of the plan: bytes of the process that holds most, of all, and whether they fit; and
+    for how many rows of experts that is, if it can be others."""
+    totals, text = demand(config, layout, imbalance)
     most = max(totals)
     ranks = f" ({', '.join(map(size_text, totals))} by pipeline rank)" if len(totals) > 1 else ""
     return [
         f"memory        at most, per process: {text}",
         f"total         {size_text(most)}{ranks}; {_fits(most, speeds)}",
+        *_row_lines(config, layout, most, imbalance),
     ]
+
+
+def _row_lines(
+    config: Config, layout: Layout, most: int, imbalance: Fraction | None
+) -> Iterator[str]:
+    """A line about the rows of experts with which so many bytes are the most."""
+    if imbalance is None and config.model.moe.capacity is None:
+        if not why_as_many(config):
+            yield (
+                "rows          those of experts chosen evenly; --imbalance 1.5 plans for a "
+                "rank with 1.5 times as many"
+            )
+        return
+    even = max(demand(config, layout, Fraction(1)).totals)
+    if imbalance is not None:
+        rows = f"{float(imbalance):g} times the mean of all ranks, for the experts of one"
+    elif even == most:
+        return
+    else:
+        rows = "as many as experts have places for"
+    yield f"rows          {rows}; with experts chosen evenly {size_text(even)} in total"
 
 
 def _fits(most: int, speeds: Speeds) -> str:

@@ -34,8 +34,9 @@ from megapipe.schedule.timing.simulate import Timeline
 from megapipe.words import counted
 
 
-def report(config: Config, layout: Layout) -> str:
-    """The plan of a resolved configuration.
+def report(config: Config, layout: Layout, imbalance: Fraction | None = None) -> str:
+    """The plan of a resolved configuration, with the memory of a rank whose experts get so many
+    times the mean rows (:func:`megapipe.layout.expert_checks.check_imbalance`).
 
     Raises :class:`ConfigError` if the size of the vocabulary is not known yet or the stages hold
     other layers than the model has, and :class:`ScheduleError` if the schedule cannot be executed.
@@ -58,7 +59,7 @@ def report(config: Config, layout: Layout) -> str:
         _model_lines(layout),
         [
             *_run_lines(config, layout),
-            *memory_lines(config, layout, speeds),
+            *memory_lines(config, layout, speeds, imbalance),
             *_message_lines(config, layout),
             *pace_lines(config, layout, speeds, timeline),
         ],

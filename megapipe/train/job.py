@@ -24,6 +24,7 @@ from megapipe.launch.signals import StopRequest
 from megapipe.layout.cuts import check_timeable
 from megapipe.layout.devices import device_kind
 from megapipe.layout.dispatch import on_nodes
+from megapipe.layout.expert_checks import check_imbalance
 from megapipe.layout.expert_copies import check_pool
 from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
@@ -68,6 +69,7 @@ def start(
     config, layout = resolve(given, world, None, where=command.where)
     check_sinks(config.log)
     check_pool(config, layout)
+    check_imbalance(config, command.imbalance)
     name = config.data.tokenizer
     if command.dry_run:
         if info.rank == 0:
@@ -76,7 +78,7 @@ def start(
                 config, layout = resolve(
                     config, world, vocabulary, where=command.where, before=layout
                 )
-            show(plan_report(config, layout))
+            show(plan_report(config, layout, command.imbalance))
         return 0
     if command.time_slices:
         check_timeable(config, layout.schedule.slices)

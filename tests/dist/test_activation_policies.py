@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from megapipe.plan.context_memory import attention_workspace
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.checking import assert_same_bits
-from tests.parity.chosen import evenly
+from tests.parity.chosen import chosen, evenly
 from tests.parity.live_storages import Alive, measure
 from tests.parity.ranks import OF_ALL_MODELS, Case, check_case, configure, run_cases
 
@@ -180,15 +181,37 @@ def test_bytes_of_experts() -> None:
     check_bytes(given, measure_evenly)
 
 
+SKEWED, IMBALANCE = [[0, 1], [1, 0], [2, 3], [0, 1]], Fraction(3, 2)
+"""Choices of four tokens, and what the first of two ranks gets by the mean."""
+
+
+def measure_skewed(world: World, given: list[Case]) -> list[Alive]:
+    with chosen(SKEWED):
+        return measure_all(world, given)
+
+
+def test_bytes_of_experts_with_more_rows_than_those_of_other_ranks() -> None:
+    several = Case(tp=2, pp=4, in_process=True, layers=8, sequence_parallel=True, ep=2, moe="top 2")
+    given = [
+        replace(several, model="llama"),
+        replace(several, dispatch="all_gather", activations="selective"),
+        replace(several, expert_chunks=2, activations="experts again"),
+    ]
+    check_bytes(given, measure_skewed, IMBALANCE)
+
+
 Measure = Callable[[World, list[Case]], list[Alive]]
 
 
-def check_bytes(given: list[Case], measured: Measure = measure_all) -> None:
-    """Of ranks of two, beside the few numbers that layers with experts tell of their routing."""
-    for results in run_world(2, measured, given, timeout_s=120):
+def check_bytes(
+    given: list[Case], measured: Measure = measure_all, imbalance: Fraction | None = None
+) -> None:
+    """Of ranks of two, beside the few numbers that layers with experts tell of their routing; with
+    an imbalance of the first one, which has most rows."""
+    for results in run_world(2, measured, given, timeout_s=120)[: 1 if imbalance else None]:
         for case, alive in zip(given, results, strict=True):
             config, layout = configure(case)
-            sizes = sizes_of(config, layout)
+            sizes = sizes_of(config, layout)._replace(imbalance=imbalance)
             experts = layout.model.experts()
             of_stage = [layer for layer in layout.stage_layers[1].layers if layer in experts]
             told = [8 * numbers_told({layer: experts[layer]}) for layer in of_stage]
@@ -353,14 +376,37 @@ def test_peaks_within_operations_of_experts_in_two_hops() -> None:
     check_peaks(given, measure_evenly_within, 4)
 
 
+def measure_skewed_within(world: World, given: list[Case]) -> list[dict[str, int]]:
+    with chosen(SKEWED):
+        return measure_within(world, given)
+
+
+def test_peaks_within_operations_of_experts_with_more_rows_than_those_of_other_ranks() -> None:
+    base = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True, ep=2)
+    given = [
+        replace(base, moe="top 2"),
+        replace(base, moe="top 2", model="llama", activations="full"),
+        replace(base, moe="top 2", model="llama", dispatch="all_gather", expert_chunks=2),
+        replace(base, moe="top 2", dtype="fp32", codec="int8", activations="experts again"),
+    ]
+    check_peaks(given, measure_skewed_within, imbalance=IMBALANCE)
+
+
 Within = Callable[[World, list[Case]], list[dict[str, int]]]
 
 
-def check_peaks(given: list[Case], measured: Within = measure_within, world: int = 2) -> None:
-    for results in run_world(world, measured, given, timeout_s=60 + 20 * len(given)):
+def check_peaks(
+    given: list[Case],
+    measured: Within = measure_within,
+    world: int = 2,
+    imbalance: Fraction | None = None,
+) -> None:
+    """Of all ranks; with an imbalance of the first one, which has most rows."""
+    results_of = run_world(world, measured, given, timeout_s=60 + 20 * len(given))
+    for results in results_of[: 1 if imbalance else None]:
         for case, within in zip(given, results, strict=True):
             config, layout = configure(case)
-            sizes = sizes_of(config, layout)
+            sizes = sizes_of(config, layout)._replace(imbalance=imbalance)
             spec, spans = layout.stage_layers[1], layout.spans[1]
             formula = peaks(config.model, spec, spans, sizes, most_tokens=0)
             for kind, measured in within.items():

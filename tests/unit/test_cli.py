@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,19 @@ def test_a_plan_or_times() -> None:
     assert not cli.parse(["--dry-run"]).time_slices
     words = "command line: --dry-run and --time-slices: expected one of them"
     assert message("--time-slices", "model.layers=2", "--dry-run") == words
+
+
+def test_rows_that_a_plan_is_for() -> None:
+    """Exact, so that 1.1 times 10 rows are 11."""
+    for argv in (["--imbalance", "1.1", "--dry-run"], ["--dry-run", "--imbalance=1.1"]):
+        assert cli.parse([*argv, "model.layers=2"]).imbalance == Fraction(11, 10)
+    assert cli.parse(["--dry-run"]).imbalance is None
+    words = "command line: --imbalance is for a plan: expected --dry-run too"
+    assert message("--imbalance", "2") == words
+    for text in ("0.99", "-2", "nan", "inf", "1e999", "x"):
+        words = f"command line: --imbalance {text}: expected a number >= 1"
+        assert message("--dry-run", "--imbalance", text) == words
+    assert "--imbalance without a value: expected a" in message("--dry-run", "--imbalance")
 
 
 def test_long_values_are_cut() -> None:

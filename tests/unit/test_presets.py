@@ -101,7 +101,7 @@ def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
         config, layout = resolve(parse([str(path)]).config, processes, None)
         speeds = Speeds.of(config)
         assert speeds.memory_gb == memory_gb
-        _, total = memory_lines(config, layout, speeds)
+        _, total, *_ = memory_lines(config, layout, speeds)
         assert f"; fits in {memory_gb} GB" in total
         if not path.stem.startswith("quickstart"):
             assert speeds.tflops is not None

@@ -1,7 +1,7 @@
 """Bytes that a layer's experts hold for one piece, and what is beside them. No torch.
 
 With a capacity they are those of the most rows that experts can get. Otherwise experts on several
-ranks have as many as where all are chosen evenly.
+ranks have as many as where all are chosen evenly, or so many times as many as is asked for.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ def tokens_of(sizes: Sizes) -> int:
 
 
 def rows_of(routing: Routing, sizes: Sizes) -> int:
-    """Rows of its experts, with a capacity at most; with the empty ones, where there are some."""
+    """Rows of its experts, with a capacity at most, or at an imbalance; with the empty ones, where
+    there are some."""
     if sizes.dispatch.padded is not None:
         given = tokens_of(sizes), sizes.rows, sizes.dispatch.padded
         return sizes.etp * padded_rows(routing, *given)
     parts = sizes.cp * (sizes.tp if sizes.sequence_parallel else 1)
     shared_by = sizes.ep * sizes.etp
     sequences, length = sizes.rows * max(1, shared_by // parts), sizes.sequence * sizes.cp
-    return most_rows(routing, tokens_of(sizes), sequences, length, sizes.ep, sizes.etp)
+    shared = sizes.ep, sizes.etp, sizes.imbalance
+    return most_rows(routing, tokens_of(sizes), sequences, length, *shared)
 
 
 def experts_saved(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[tuple[str, int]]:

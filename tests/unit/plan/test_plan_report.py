@@ -2,13 +2,16 @@
 
 import re
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.layers.moe_specs import Routing, most_imbalance, most_rows
 from megapipe.layout.costs import scaled
+from megapipe.layout.expert_checks import check_imbalance
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.flops import layer_flops
@@ -295,3 +298,71 @@ def test_costs_of_operations_over_long_sequences(capsys: pytest.CaptureFixture[s
     size = ("--ranks", "4", "--microbatches", "8")
     assert schedule_command(["show", "zb_h1", *size, *costs.split()]) == 0
     assert "idle" in capsys.readouterr().out
+
+
+EXPERTS = (
+    "model.moe.experts=8",
+    "parallel.dp=4",
+    "parallel.ep=4",
+    "train.global_batch=64",
+    "log.device_gb=80",
+)
+
+
+def total_of(text: str) -> str:
+    return re.findall(r"^total +(.*?);", text, re.MULTILINE)[0]
+
+
+def test_rows_of_experts_that_memory_is_for() -> None:
+    """Those of experts that are chosen evenly, of a rank that gets more, and of a capacity."""
+    config, layout, even = plan(*EXPERTS)
+    assert "\nrows          those of experts chosen evenly; --imbalance 1.5 plans for" in even
+    more = report(config, layout, Fraction(5, 2))
+    assert (
+        "\nrows          2.5 times the mean of all ranks, for the experts of one; with experts "
+        f"chosen evenly {total_of(even)} in total\n"
+    ) in more
+    by_hand = peak_activations(config, layout, 0, imbalance=Fraction(5, 2)).device
+    fewer = peak_activations(config, layout, 0).device
+    assert by_hand > fewer == peak_activations(config, layout, 0, imbalance=Fraction(1)).device
+    assert f"activations {size_text(by_hand)}" in more
+    limited = plan(*EXPERTS, "model.moe.capacity=2")[2]
+    assert "\nrows          as many as experts have places for; with experts chosen" in limited
+    assert f"chosen evenly {total_of(even)} in total\n" in limited
+    assert total_of(limited) != total_of(even)
+    for keys in (("experts.pad=true", "model.moe.capacity=2"), ("experts.dispatch=fetch",)):
+        assert "\nrows " not in plan(*EXPERTS, *keys)[2]
+    assert "\nrows " not in plan("parallel.dp=4")[2]
+
+
+def test_rows_of_a_rank_are_at_most_all_choices() -> None:
+    """A token chooses an expert once, so of two choices a rank with one expert gets one."""
+    routing = Routing(experts=4, top_k=2)
+    assert most_imbalance(routing, ep=2) == 2
+    assert most_imbalance(routing, ep=4) == 2
+    rows = [most_rows(routing, 10, 8, 5, 4, 1, Fraction(x)) for x in ("1", "1.1", "1.51", "4")]
+    assert rows == [20, 22, 31, 40]
+    limited = replace(routing, capacity=0.5)
+    assert most_rows(limited, 10, 8, 5, 4, 1) == most_rows(limited, 10, 8, 5, 4, 1, Fraction(4))
+    assert most_rows(limited, 10, 8, 5, 4, 1) == 8 * 2, "places for two of 2.5 choices"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (("model.moe.capacity=1.25",), "has no effect with model.moe.capacity=1.25, for which mem"),
+        (("experts.dispatch=fetch",), "has no effect with experts.dispatch=fetch, where rows stay"),
+        (("parallel.ep=1",), "has no effect with parallel.ep=1, where each rank has all experts"),
+        (("parallel.ep=2",), "of model.moe.top_k=2 choices of a token a rank gets at most 2 times"),
+        (
+            ("model.moe.experts=4", "model.moe.top_k=4"),
+            "of model.moe.top_k=4 choices of a token a rank",
+        ),
+    ],
+)
+def test_rows_that_no_rank_gets_are_refused(keys: tuple[str, ...], words: str) -> None:
+    config, _, _ = plan(*EXPERTS, *keys)
+    with pytest.raises(ConfigError, match=f"^--imbalance 2.5:? {re.escape(words)}"):
+        check_imbalance(config, Fraction(5, 2))
+    check_imbalance(config, None)
+    check_imbalance(plan(*EXPERTS)[0], Fraction(4))
