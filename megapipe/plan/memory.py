@@ -175,10 +175,10 @@ def _slice(bucket: BucketPlan) -> int:
 
 def checkpoint_bytes(config: Config, layout: Layout) -> int:
     """Bytes of the tensors of a whole checkpoint."""
-    size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
     trained = layout.model.count(trained=True)
     frozen = layout.model.count() - trained
-    each = _saved_bytes(config.optimizer, size, main, _keeps_apart(config, layout))
+    size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
+    each = kept_bytes(config, layout)
     older: dict[str, int] = {}
     if layout.stream is not None:
         for stage, kept in versions_kept(layout.stream).items():
@@ -203,6 +203,12 @@ def state_bytes(config: Config, layout: Layout) -> int:
     """Bytes per parameter of states and of a master of its own."""
     size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
     return _state_bytes(config.optimizer, size, main, _keeps_apart(config, layout))
+
+
+def kept_bytes(config: Config, layout: Layout) -> int:
+    """Bytes per parameter of states, and of the master or what takes its place."""
+    size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
+    return _saved_bytes(config.optimizer, size, main, _keeps_apart(config, layout))
 
 
 def _with_velocity(layout: Layout) -> Collection[int]:

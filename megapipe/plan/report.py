@@ -1,6 +1,7 @@
 """The plan of a run as text: what every process will hold and do, before any is started."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import chain
 from operator import attrgetter
@@ -21,8 +22,9 @@ from megapipe.model.interface import Family
 from megapipe.model.partition import format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.communicators import communicators
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
+from megapipe.plan.migration_traffic import migration_traffic
 from megapipe.plan.pace import expected
-from megapipe.plan.traffic import by_axis, pipeline_messages, step_traffic
+from megapipe.plan.traffic import OF_COPIES, Exchange, pipeline_messages, step_traffic
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
@@ -160,7 +162,8 @@ def _sharded(config: Config, layout: Layout) -> str:
 
 
 def _message_lines(config: Config, layout: Layout) -> list[str]:
-    schedule, lines = layout.schedule, [_traffic_line(config, layout)]
+    schedule = layout.schedule
+    lines = [_traffic_line(config, layout), *_expert_lines(config, layout)]
     if layout.in_process:
         return [*lines, "messages      within the process: no communicators"]
     made = [communicators(config, layout, rank) for rank in range(layout.pp)]
@@ -217,12 +220,44 @@ def _context_lines(config: Config, layout: Layout) -> list[str]:
 
 def _traffic_line(config: Config, layout: Layout) -> str:
     """Bytes that a process sends in a step, by axis."""
-    most: dict[str, Fraction] = {}
-    for rank in range(layout.pipeline_processes):
-        for axis, size in by_axis(step_traffic(config, layout, rank)).items():
-            most[axis] = max(most.get(axis, Fraction(0)), size)
-    text = ", ".join(f"{axis} {size_text(size)}" for axis, size in most.items())
+    ranks = range(layout.pipeline_processes)
+    text = _most_by_axis(step_traffic(config, layout, rank) for rank in ranks)
     return f"wire          sent at most, per process and step: {text or 'nothing'}"
+
+
+def _expert_lines(config: Config, layout: Layout) -> list[str]:
+    """Bytes that copies of experts take in a step, and experts that move when they do."""
+    lines, ranks = [], range(layout.pipeline_processes)
+    sent = _most((step_traffic(config, layout, rank) for rank in ranks), attrgetter("what"))
+    if OF_COPIES[0] in sent:
+        weights, gradients = (size_text(sent[what]) for what in OF_COPIES)
+        lines.append(
+            f"copies        of these in each step {weights} of weights of experts and {gradients} "
+            "of their gradients, with all slots full; other copies take no more"
+        )
+    if moved := _most_by_axis(migration_traffic(config, layout, rank) for rank in ranks):
+        every = counted(config.experts.replan, "step")
+        lines.append(f"owners        beside these at most once in {every}, of all experts: {moved}")
+    return lines
+
+
+def _most_by_axis(of_ranks: Iterable[Iterable[Exchange]]) -> str:
+    """Bytes that a process sends at most, by axis, as text."""
+    sizes = sorted(_most(of_ranks, attrgetter("axis")).items())
+    return ", ".join(f"{axis} {size_text(size)}" for axis, size in sizes)
+
+
+def _most(
+    of_ranks: Iterable[Iterable[Exchange]], name: Callable[[Exchange], str]
+) -> dict[str, Fraction]:
+    """Bytes that a process sends at most, by the name of exchanges."""
+    most: dict[str, Fraction] = {}
+    for exchanges in of_ranks:
+        sent: dict[str, Fraction] = defaultdict(Fraction)
+        for exchange in exchanges:
+            sent[name(exchange)] += exchange.wire
+        most |= {key: max(size, most.get(key, size)) for key, size in sent.items()}
+    return most
 
 
 def _sent(config: Config, layout: Layout) -> int:

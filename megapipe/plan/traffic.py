@@ -44,6 +44,9 @@ from megapipe.schedule.ir import Kind
 BETWEEN_NODES = "ep between nodes"
 """Axis of the ranks that have one place in each node, over which experts are split."""
 
+OF_COPIES = ("copies", "gradients of copies")
+"""Exchanges of experts that ranks have copies of: weights, and gradients."""
+
 SCALAR = 8
 """Counts, losses and norms are summed in fp64."""
 
@@ -319,7 +322,7 @@ def _of_copies(config: Config, layout: Layout, bucket: BucketPlan) -> Iterator[E
     stage = layout.stage_layers[bucket.stage]
     layers = len(layout.model.experts().keys() & {*stage.layers})
     sizes = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
-    for what, size in zip(("copies", "gradients of copies"), sizes, strict=True):
+    for what, size in zip(OF_COPIES, sizes, strict=True):
         amount = bucket.copies * size
         yield Exchange("ep", "all_to_all", what, layers, amount, layout.expert_ranks, whole=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,13 @@ import torch
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.optim.migration import move_experts
+from megapipe.plan.migration_traffic import migration_traffic
 from megapipe.testing import World, run_world
 from megapipe.train import resume
 from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.chosen import chosen
+from tests.parity.collective_recorder import recording
 from tests.parity.drawn_owners import drawn_map
 from tests.parity.migration_faults import CASE, FAULTS, run_faults
 from tests.parity.moved_experts import begun, by_draw, layers_of, run_moving, with_policy
@@ -219,6 +222,62 @@ def test_a_skewed_run_takes_the_owners_of_its_pool() -> None:
     first, second = run_world(2, skewed)
     assert first == second
     assert first[0] == [(0, 1, 0, 1)] * 2
+
+
+TOLD = [
+    replace(BASE, zero=0),
+    replace(BASE, zero=2, rule="sgd"),
+    replace(BASE, ep=4, zero=1, dtype="bf16", state_dtype="bf16"),
+    replace(BASE, dp=2, tp=2, sequence_parallel=True, etp=2, zero=3, layers=3),
+]
+"""Copies of whole experts, slices of them, experts that are nowhere else, and parts of experts."""
+
+
+Told = Counter[tuple[str, str]]
+"""By axis and kind of collective."""
+
+
+def told(world: World, cases: Sequence[Case]) -> list[tuple[Told, Told]]:
+    """Calls and bytes by which all experts change their owners."""
+    found = []
+    for case in cases:
+        config, layout = configure(case)
+        step = TrainStep(config, layout, world.mesh(case.grid))
+        step.optimizer.await_all_weights()
+        after = {}
+        for layer in layers_of(step):
+            present = layer.ownership.present
+            owners = tuple((rank + 1) % case.ep for rank in present.owners)
+            after[layer.ownership] = replace(present, owners=owners)
+        with recording() as recorder:
+            move_experts(step.optimizer, after)
+        step.optimizer.await_all_weights()
+        calls, sizes = Told(), Told()
+        for call in recorder.calls:
+            key = "ep" if call.ranks == step.mesh.ep.ranks else "edp", call.name
+            calls[key] += 1
+            sizes[key] += call.bytes
+        found.append((calls, sizes))
+    return found
+
+
+@pytest.mark.full
+def test_bytes_of_experts_that_move_are_those_of_the_plan(tmp_path: Path) -> None:
+    """Where all of them do; of the rank that sends most."""
+    ranks = run_world(4, told, TOLD)
+    for i, case in enumerate(TOLD):
+        config, layout = with_policy(case, str(tmp_path))
+        calls, sizes = Told(), Told()
+        for exchange in migration_traffic(config, layout, 0):
+            calls[exchange.axis, exchange.collective] += exchange.count
+            sizes[exchange.axis, exchange.collective] += exchange.bytes
+        assert ("ep", "all_to_all") in sizes
+        assert all(of_rank[i][0] == calls for of_rank in ranks), case.name
+        found = [of_rank[i][1] for of_rank in ranks]
+        assert all(each <= sizes for each in found), f"{case.name}: some have padding"
+        assert sizes in found, case.name
+    config, layout = configure(BASE)
+    assert migration_traffic(config, layout, 0) == [], "without a policy none moves"
 
 
 class Kept(NamedTuple):

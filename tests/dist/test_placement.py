@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +22,10 @@ from megapipe.plan.memory import model_memory
 from megapipe.plan.traffic import step_traffic
 from megapipe.testing import World, run_world
 from megapipe.train import expert_maps
+from megapipe.train.expert_maps import ExpertMaps
 from megapipe.train.step import TrainStep
 from tests.parity.cases import Rows
+from tests.parity.collective_recorder import recording
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.placement_faults import COPIED, FAULTS, run_faults
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
@@ -187,6 +189,22 @@ def exchanged(found: list[Exchange]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def silent(maps: ExpertMaps) -> Iterator[None]:
+    """Copies are chosen, and no rank tells another anything for it."""
+    decide, chosen = maps.decide, []
+
+    def spied(step: int, told: Sequence[float]) -> None:
+        with recording() as recorder:
+            decide(step, told)
+        chosen.append(step)
+        assert not recorder.calls
+
+    with mock.patch.object(maps, "decide", spied):
+        yield
+    assert chosen
+
+
 def run_exchanges(world: World, case: Case) -> tuple[list[Exchange], int]:
     """Of the second step, which has copies, and the weights that there is memory for."""
     config, layout = configure(case)
@@ -194,7 +212,7 @@ def run_exchanges(world: World, case: Case) -> tuple[list[Exchange], int]:
         step = TrainStep(config, layout, world.mesh(case.grid))
         step.train(0, Rows(case))
         found: list[Exchange] = []
-        with exchanged(found):
+        with exchanged(found), silent(step.maps):
             step.train(1, Rows(case))
     held = sum(shard.bucket.weights.nbytes for shard in step.optimizer.shards)
     for places in step.maps.places.values():

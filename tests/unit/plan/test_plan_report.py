@@ -3,12 +3,15 @@
 import re
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.experts.map import ExpertMap
+from megapipe.experts.pool_file import write_pools
 from megapipe.layers.moe_specs import Routing, most_imbalance, most_rows
 from megapipe.layout.costs import scaled
 from megapipe.layout.expert_checks import check_imbalance
@@ -366,3 +369,25 @@ def test_rows_that_no_rank_gets_are_refused(keys: tuple[str, ...], words: str) -
         check_imbalance(config, Fraction(5, 2))
     check_imbalance(config, None)
     check_imbalance(plan(*EXPERTS)[0], Fraction(4))
+
+
+def test_bytes_of_copies_and_of_experts_that_move(tmp_path: Path) -> None:
+    """Copies are a part of what travels over ep; experts that move are beside it."""
+    wide = ("model.bias=false", "parallel.dp=8", "log.peak_tflops=1", "optimizer.zero=0")
+    keys = (*EXPERTS, *wide)
+    config, _, text = plan(*keys, "experts.policy=balance", "experts.slots=2")
+    layers, of_two = range(config.model.layers), 2 * 2 * 128 * 512
+    size = size_text(len(layers) * of_two * 4)
+    assert (
+        f"\ncopies        of these in each step {size} of weights of experts and {size} of their "
+        "gradients, with all slots full; other copies take no more\n"
+    ) in text
+    assert "\nowners " not in text
+    pool = tmp_path / "pool.json"
+    write_pools(pool, {layer: [ExpertMap.even(8, 4)] for layer in layers})
+    moving = plan(*keys, "experts.policy=migrate", f"experts.pool={pool}", "experts.replan=7")[2]
+    size = size_text(len(layers) * of_two * 3 * 4)
+    line = f"\nowners        beside these at most once in 7 steps, of all experts: ep {size}\n"
+    assert line in moving
+    assert "\ncopies " not in moving + plan(*keys)[2]
+    assert "\nowners " not in plan(*keys)[2]
