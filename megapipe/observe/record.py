@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 
@@ -38,13 +38,17 @@ class RoutingRecord:
     """Experts of all layers that no token has chosen."""
     largest_bias: float | None = None
     """The largest size of a bias after the step; None where there are none."""
+    loads: Mapping[int, float] = field(default_factory=dict)
+    """By layer the choices of the expert with most of them by the mean; the largest of these is
+    `largest_load`."""
     counts: Mapping[int, Sequence[int]] | None = None
     """By layer the choices of each expert, dropped ones too, in the steps of
     ``log.experts_every``."""
 
     def numbers(self) -> dict[str, float | None]:
         """Those of all layers together, by name."""
-        return {name: value for name, value in asdict(self).items() if name != "counts"}
+        fields = asdict(self).items()
+        return {name: value for name, value in fields if name not in ("loads", "counts")}
 
 
 @dataclass(frozen=True)

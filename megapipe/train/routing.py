@@ -52,15 +52,17 @@ def record(
     layers = []
     for _, (tokens, balance, z, dropped), chosen in by_layer(experts, values):
         layers.append((balance / tokens, z / tokens, dropped / sum(chosen), chosen))
-    balances, zs, shares, loads = zip(*layers, strict=True)
+    balances, zs, shares, choices = zip(*layers, strict=True)
+    loads = {n: max(own) * len(own) / sum(own) for n, own in zip(experts, choices, strict=True)}
     return RoutingRecord(
         balance=sum(balances) / len(layers),
         z=sum(zs) / len(layers),
         dropped=sum(shares) / len(layers),
-        largest_load=max(max(chosen) * len(chosen) / sum(chosen) for chosen in loads),
-        idle_experts=sum(chosen.count(0) for chosen in loads),
+        largest_load=max(loads.values()),
+        idle_experts=sum(chosen.count(0) for chosen in choices),
         largest_bias=largest_bias,
-        counts={n: list(map(int, own)) for n, own in zip(experts, loads, strict=True)}
+        loads=loads,
+        counts={n: list(map(int, own)) for n, own in zip(experts, choices, strict=True)}
         if counts
         else None,
     )

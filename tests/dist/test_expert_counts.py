@@ -34,6 +34,7 @@ def test_a_run_logs_them_and_they_are_drawn(
     routing = {each["step"]: each["routing"] for each in records if each["kind"] == "step"}
     assert routing.keys() == {1, 2, 3}
     assert routing[1]["counts"] is None
+    assert all(each["loads"] == {"1": each["largest_load"]} for each in routing.values())
     for step in (2, 3):
         ((layer, choices),) = routing[step]["counts"].items()
         assert layer == "1"

@@ -50,13 +50,15 @@ def test_values_that_json_lacks_are_null(tmp_path, make_record):
 
 
 def test_choices_of_experts_are_there_and_in_no_curve(tmp_path, make_record):
-    routing = RoutingRecord(1.1, 0.5, 0.0, 1.6, 2, counts={1: [8, 0], 3: [4, 4]})
+    counts = {1: [8, 0], 3: [4, 4]}
+    routing = RoutingRecord(1.1, 0.5, 0.0, 2.0, 2, loads={1: 2.0, 3: 1.0}, counts=counts)
     record = make_record(routing=routing)
     sink = JsonlSink(tmp_path / "log.jsonl")
     sink.step(record)
     sink.close()
     (step,) = read(tmp_path / "log.jsonl")
     assert step["routing"]["counts"] == {"1": [8, 0], "3": [4, 4]}
+    assert step["routing"]["loads"] == {"1": 2.0, "3": 1.0}
     assert step["routing"]["balance"] == 1.1
     curves = {name for name in record.metrics() if name.startswith("experts/")}
     told = ("balance", "z", "dropped", "largest_load", "idle_experts")

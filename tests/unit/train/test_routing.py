@@ -24,6 +24,7 @@ def test_a_record_of_all_layers() -> None:
             "largest_bias": 0.5,
         }
     )
+    assert found.loads == pytest.approx({1: 3 * 4 / 8, 3: 9 * 3 / 16})
     assert found.counts is None
     assert record({}, []) is None
 
