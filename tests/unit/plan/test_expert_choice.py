@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.buckets import process_buckets
+from megapipe.plan.demand import demand, milliseconds, size_text
 from megapipe.plan.expert_choice import Cost, costs
 from megapipe.plan.expert_commands import main
 from megapipe.plan.pace import exchanged
@@ -312,6 +314,48 @@ def test_the_page_shows_what_is_printed(
     command, *lines = shown.partition("\n\n- ")[0].splitlines()
     monkeypatch.chdir(root)
     assert printed(capsys, *command.split()).splitlines() == [line[4:] for line in lines]
+
+
+def rows_of_the_page() -> list[list[str]]:
+    """Cells of the table by which the page has one choose."""
+    page = (Path(__file__).parents[3] / "docs/moe.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## Choosing ep, etp, dispatch and chunks\n")
+    lines = re.findall(
+        r"^\| (`(?:qwen3|mixtral).*) \|$", section.partition("\n## ")[0], re.MULTILINE
+    )
+    return [line.split(" | ") for line in lines]
+
+
+NAMES = {"qwen3": "configs/qwen3_30b_a3b.yaml", "mixtral": "configs/mixtral_8x7b.yaml"}
+
+
+@pytest.mark.parametrize("row", rows_of_the_page(), ids=lambda row: row[0])
+def test_choices_of_the_page_rest_on_what_is_printed(
+    row: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    name, *keys = row[0].strip("`").split()
+    given = [NAMES[name], *(key for key in keys if "=" in key)]
+    latency = keys[-1] if "--latency-us" in keys else "20"
+    told = json.loads(printed(capsys, "simulate", *given, "--latency-us", latency, "--json"))
+    rows = [each for each in told if each["order"] in (None, "any", "in_turns")]
+
+    def ms(of: dict[str, Any]) -> str:
+        return f"{milliseconds(of['seconds_F'] + of['seconds_I'])} ms"
+
+    whole = next(each for each in rows if (each["dispatch"], each["chunks"]) == ("all_to_all", 1))
+    best = min(rows, key=lambda each: each["seconds_F"] + each["seconds_I"])
+    config, layout = resolve(parse(given).config, None, None)
+    assert row[1:] == [
+        size_text(max(demand(config, layout).totals)),
+        f"{size_text(whole['within'])}, {size_text(whole['between'])}",
+        ms(whole),
+        f"`{best['dispatch']}` in {best['chunks']}: {ms(best)}",
+    ]
+
+
+def test_the_page_has_rows_to_choose_by() -> None:
+    assert len(rows_of_the_page()) == 9
 
 
 def test_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
