@@ -4,10 +4,12 @@
   compute experts: the same weights, batches and losses, one thread.
 - The products of experts in F, I and W, against dense products of as many FLOPs, where all experts
   get as many rows and where they get them by Zipf's law; those of W against a bare loop of addmm.
+- The backward of a layer cut into I and W, against the same in one.
 - Two processes that train one model on other samples, with experts split over them, against both
-  having all experts.
+  having all experts; and a tiny model over slowed links, against simulation (:mod:`slow_link`).
 
-What is compared runs by turns. A ratio is that of the fastest, of two processes the median's.
+What is compared runs by turns. A ratio is that of the fastest; of I and W, and of two processes, it
+is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -20,23 +22,28 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
+import slow_link
 import torch
-from common import Result, parser, report
+from common import Result, compare, parser, report, seconds
 from step import OF_EXPERTS, Size, peak, times
 from torch import Tensor
 from turns import Batch, in_turns
 
-from megapipe.config import Config
-from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
+from megapipe.engine.stage import Stage
 from megapipe.layers.expert_tasks import ExpertsTask
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import Sharding
 from megapipe.layers.weight_grad import main_grad
-from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.stage import GPTStage
+from megapipe.model.partition import StageSpec
 from megapipe.ops.grouped import loop_product
 from megapipe.ops.weight_grad import torch_accumulate
+from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
-EXPERTS, TOP_K = 8, 2
+EXPERTS, TOP_K = slow_link.EXPERTS, slow_link.TOP_K
 
 
 def whole_step(size: Size, rounds: int) -> list[Result]:
@@ -44,8 +51,8 @@ def whole_step(size: Size, rounds: int) -> list[Result]:
     fastest = times(size, ["megapipe", *OF_EXPERTS], rounds)
     peer = min(OF_EXPERTS, key=lambda name: fastest[name])
     memory = peak("megapipe", size) / peak(peer, size)
-    for name, seconds in fastest.items():
-        print(f"{name:12}{1e3 * seconds:8.1f} ms")
+    for name, own in fastest.items():
+        print(f"{name:12}{1e3 * own:8.1f} ms")
     of, name = "of one step, mixtral", f"Hugging Face Mixtral, {peer}"
     ratio = fastest["megapipe"] / fastest[peer]
     return [
@@ -137,32 +144,37 @@ def all_of(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
     return call
 
 
-def new_step(size: Size, mesh: ParallelMesh) -> TrainStep:
-    config = Config.model_validate(
-        {
-            "model": {
-                "layers": size.layers,
-                "hidden": size.hidden,
-                "heads": size.heads,
-                "vocab_size": size.vocab,
-                "moe": {"experts": EXPERTS, "top_k": TOP_K},
-            },
-            "parallel": {"dp": 2, "ep": mesh.grid.ep},
-            "train": {
-                "sequence_length": size.sequence,
-                "microbatch": size.batch,
-                "global_batch": 2 * size.batch,
-            },
-        }
-    )
-    return TrainStep(*resolve(config, 2, size.vocab), mesh)
+def split_backward(size: Size, rounds: int) -> Result:
+    """I and W of a layer against its B."""
+    config, _ = size.config()
+    spec, cpu = StageSpec(embedding=False, layers=range(1), head=False), torch.device("cpu")
+    module = GPTStage(config.model, spec, Sharding(Axis.alone(), False, torch.float32))
+    Bucket(0, list(owned_parameters(module)), Axis.alone(), cpu)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter.data, std=0.02)
+    stage, mb = Stage(module), MicroBatch(index=0, step=0, seed=0)
+    stage.own_autograd_parameters()
+    x, grad = torch.randn(2, size.sequence, size.batch, size.hidden)
+    x.requires_grad_()
+
+    def split() -> None:
+        stage.input_grad((0, 0), grad)
+        stage.weight_grad((0, 0))
+
+    def after_forward(backward: Callable[[], object]) -> float:
+        stage.forward((0, 0), x, mb)
+        return seconds(backward, cpu)
+
+    fused = partial(stage.backward, (0, 0), grad)
+    times = compare(partial(after_forward, split), partial(after_forward, fused), rounds=rounds)
+    return Result("I and W of a layer", times.ratio, 1.05, "x", "its B")
 
 
 def seconds_of_two(world: World, size: Size, rounds: int) -> list[list[float]]:
     """Seconds of each round, with all experts on both processes and with half of them on each."""
     mesh = world.mesh(Grid(dp=2))
     split = ParallelMesh(Grid(dp=2, ep=2), device=mesh.device, timeout_s=60.0)
-    steps = [new_step(size, each) for each in (mesh, split)]
+    steps = [TrainStep(*slow_link.configured(size, each.grid.ep), each) for each in (mesh, split)]
     return in_turns(steps, Batch(size.vocab, 2 * size.batch, size.batch, size.sequence), rounds)
 
 
@@ -192,7 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         *whole_step(size, rounds),
         *products(shape, rounds, zipf=False),
         *products(shape, rounds, zipf=True),
+        split_backward(size, rounds),
         two_processes(size, rounds),
+        *slow_link.compare(max(1, rounds // 2)),
     ]
     report("Layers with experts", results, given.json)
     return 0

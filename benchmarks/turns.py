@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megapipe.train.step import TrainStep
 
+Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
+"""Tokens, labels and mask of samples."""
 WARM_UP, SAME = 3, 2e-6
 """Steps that are compared and not timed, and how far their losses may be apart, relatively."""
 
@@ -23,30 +25,50 @@ class Batch(NamedTuple):
     sequence: int
 
 
-def in_turns(steps: Sequence[TrainStep], batch: Batch, rounds: int) -> list[list[float]]:
-    """Seconds of each round, by trainer. Losses of the first steps are compared before."""
+def batches(batch: Batch) -> Callable[[int], Rows]:
+    """The rows of each step: the same few batches over and over."""
     generator = torch.Generator().manual_seed(0)
     shape = (WARM_UP, batch.samples, batch.sequence + 1)
     tokens = torch.randint(batch.vocabulary, shape, generator=generator)
     mask = torch.ones(batch.microbatch, batch.sequence, dtype=torch.bool)
 
-    def train(step: TrainStep, i: int) -> float:
+    def of_step(i: int) -> Rows:
         def rows(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
             taken = tokens[i % WARM_UP, [index % batch.samples for index in indices]]
             return taken[:, :-1], taken[:, 1:], mask
 
-        (result,) = step.train(i, rows)
+        return rows
+
+    return of_step
+
+
+def timed(sides: Sequence[Callable[[int], object]], rounds: int) -> list[list[float]]:
+    """Seconds of each round, by side; all ranks begin a call, which has the number of the round, at
+    once."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for i in range(rounds):
+        for turn in range(len(sides)):
+            side = (i + turn) % len(sides)
+            dist.barrier()
+            start = time.perf_counter()
+            sides[side](i)
+            seconds[side].append(time.perf_counter() - start)
+    return seconds
+
+
+def in_turns(steps: Sequence[TrainStep], batch: Batch, rounds: int) -> list[list[float]]:
+    """Seconds of each round, by trainer. Losses of the first steps are compared before."""
+    rows = batches(batch)
+
+    def train(step: TrainStep, i: int) -> float:
+        (result,) = step.train(i, rows(i))
         return result.loss
 
     for i in range(WARM_UP):
         losses = [train(step, i) for step in steps]
         assert max(losses) - min(losses) <= SAME * losses[0], f"step {i}: losses {losses}"
-    seconds: list[list[float]] = [[] for _ in steps]
-    for i in range(rounds):
-        for turn in range(len(steps)):
-            side = (i + turn) % len(steps)
-            dist.barrier()
-            start = time.perf_counter()
-            train(steps[side], WARM_UP + i)
-            seconds[side].append(time.perf_counter() - start)
-    return seconds
+
+    def side(step: TrainStep) -> Callable[[int], float]:
+        return lambda i: train(step, WARM_UP + i)
+
+    return timed([side(step) for step in steps], rounds)

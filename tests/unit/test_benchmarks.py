@@ -30,6 +30,7 @@ SHARED = (
     "peer_row.py",
     "pipelines.py",
     "plain_gpt.py",
+    "slow_link.py",
     "token_indices.py",
     "turns.py",
 )
@@ -282,3 +283,25 @@ def test_what_a_layout_refuses_is_left_out_and_said(load: Callable[[str], Any]) 
     assert all(claim.peer.startswith("formula, 1 schedules") and claim.met for claim in claims)
     (line,) = refused
     assert line.startswith("policy offload: configuration: activations.offload=")
+
+
+def test_each_slowed_link_has_another_best_number_of_chunks(load: Callable[[str], Any]) -> None:
+    """By the simulation, and one chunk waits for all rows both ways, twice in each layer."""
+    slow = load("slow_link")
+    waits = [[slow.exposed(slow.SIZE, each, n) for n in slow.CHUNKS] for each in slow.LATENCIES]
+    assert [slow.CHUNKS[own.index(min(own))] for own in waits] == [4, 2, 1]
+    for own, latency in zip(waits, slow.LATENCIES, strict=True):
+        assert own[0] == pytest.approx(2 * slow.SIZE.layers * 2 * (slow.WAY + latency))
+
+
+def test_a_slowed_link_has_one_message_at_a_time(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, now = load("slow_link"), 10.0
+    monkeypatch.setattr(slow.time, "perf_counter", lambda: now)
+    link = slow.SlowLink(latency=1.0, rate=4.0)
+    assert link.due(8, alone=True) == 13.0
+    assert link.due(4, alone=False) == 14.0, "without a latency of its own"
+    assert link.due(4, alone=True) == 16.0
+    now = 20.0
+    assert link.due(4, alone=True) == 22.0
