@@ -10,8 +10,6 @@ sums are always the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -22,31 +20,40 @@ from megapipe.distributed.collectives import all_gather
 from megapipe.ops.expert_rows import RowKernel
 
 
-@dataclass(frozen=True)
 class Counts:
-    """Rows that each rank of the group has for each of all experts: known to the host, or on the
-    device, int64 [ranks, experts]."""
+    """Rows that each rank of the group has for each of all experts: `known` to the host, or
+    `counted` on the device, int64 [ranks, experts]."""
 
-    known: Sequence[Sequence[int]] | None = None
-    there: Tensor | None = None
-    places: int | None = None
-    """Rows of an expert and a sequence, if these are not counted: some may be empty
-    (:mod:`megapipe.layers.expert_padding`)."""
+    def __init__(
+        self,
+        known: Sequence[Sequence[int]] | None = None,
+        there: Tensor | None = None,
+        places: int | None = None,
+        *,
+        counted: Tensor | None = None,
+    ) -> None:
+        self._known, self._counted = known, counted
+        self.there = there
+        """The same on the device, where there are several ranks and they differ."""
+        self.places = places
+        """Rows of an expert and a sequence, if these are not counted: some may be empty
+        (:mod:`megapipe.layers.expert_padding`)."""
 
-    @cached_property
+    @property
     def of_ranks(self) -> Sequence[Sequence[int]]:
         """The host waits for them, once: sizes of tensors follow from them."""
-        if self.known is not None:
-            return self.known
-        assert self.there is not None
-        return self.there.tolist()
+        if self._known is None:
+            assert self._counted is not None
+            self._known, self._counted = self._counted.tolist(), None
+        return self._known
 
 
 def count_rows(choice: Tensor, experts: int, ep: Axis) -> Counts:
     """Of what :func:`~megapipe.layers.routing.choose` found here and on the other ranks."""
     keys = torch.where(choice < 0, experts, choice).flatten().long()
     counts = numbers_of(keys, experts + 1)[:experts]
-    return Counts(there=all_gather(counts, ep).view(ep.size, experts))
+    found = all_gather(counts, ep).view(ep.size, experts)
+    return Counts(there=found if ep.size > 1 else None, counted=found)
 
 
 def numbers_of(values: Tensor, size: int) -> Tensor:
@@ -114,4 +121,6 @@ class Rows(NamedTuple):
     def add_up(self, rows: Tensor, dtype: torch.dtype, kernel: RowKernel) -> Tensor:
         """[tokens, h]: the rows [rows, h] of each token's choices added in their order, in `dtype`;
         a dropped one adds 0."""
-        return kernel.add_up(rows, self.slots, dtype, drops=self.drops)
+        if self.drops:
+            rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+        return kernel.add_up(rows, self.slots, dtype)

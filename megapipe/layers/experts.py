@@ -235,10 +235,8 @@ class Experts(nn.Module):
         the input of the second one [rows, f], the gradient of the first [rows, (2) f], and that of
         the weights [rows]."""
         kernels = self.sharding.kernels
-        grad_inner = kernels.experts(grad, of.down, ends)
-        inner, grad_wide, of_weight = kernels.rows.gradients(
-            wide, weight, grad_inner, self.activation
-        )
+        product = partial(kernels.experts, grad, of.down, ends)
+        inner, grad_wide, of_weight = kernels.rows.gradients(wide, weight, product, self.activation)
         if of.down_bias is not None:
             for expert, own in each_expert(ends):
                 of_weight[own] += (grad[own] @ of.down_bias[expert]).to(self.dtype)

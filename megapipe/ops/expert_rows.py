@@ -5,7 +5,7 @@ inductor makes one or two of each, whatever number of rows there is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -21,14 +21,14 @@ class RowKernel(Protocol):
         """Rows [rows, (2) f] and weights [rows] -> the input of the second product, [rows, f]."""
 
     def gradients(
-        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activate
+        self, wide: Tensor, weight: Tensor, product: Callable[[], Tensor], activation: Activate
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From the gradient [rows, f] of :meth:`weighted`: its result again, the gradient of the
-        rows, and that of the weights. May write into `grad`."""
+        """From the gradient [rows, f] of :meth:`weighted`, which `product` computes once it is
+        needed: its result again, the gradient of the rows, and that of the weights."""
 
-    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype, *, drops: bool) -> Tensor:
+    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens, h]: the rows [rows, h] that each token has in `slots` [tokens, k], added in
-        their order, in `dtype`. `drops`: a slot may be one beyond the last row, and adds 0."""
+        their order, in `dtype`."""
 
 
 class TorchRows:
@@ -36,19 +36,18 @@ class TorchRows:
         return activation(wide).mul_(weight.unsqueeze(1))
 
     def gradients(
-        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activate
+        self, wide: Tensor, weight: Tensor, product: Callable[[], Tensor], activation: Activate
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():
             wide = wide.detach().requires_grad_()
             plain = activation(wide)  # [rows, f]
-        inner = (plain.detach() * weight.unsqueeze(1)).to(grad.dtype)
+        inner = (plain.detach() * weight.unsqueeze(1)).to(wide.dtype)
+        grad = product()
         of_weight = (grad * plain.detach()).sum(-1, dtype=weight.dtype)
         (grad_wide,) = torch.autograd.grad(plain, wide, grad.mul_(weight.unsqueeze(1)))
         return inner, grad_wide, of_weight
 
-    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype, *, drops: bool) -> Tensor:
-        if drops:
-            rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         total = rows[slots[:, 0]].to(dtype)
         for choice in range(1, slots.shape[1]):
             total += rows[slots[:, choice]]
@@ -68,19 +67,19 @@ class InductorRows:
         return self._weighted(weight, activation, *activation.split(wide))
 
     def gradients(
-        self, wide: Tensor, weight: Tensor, grad: Tensor, activation: Activate
+        self, wide: Tensor, weight: Tensor, product: Callable[[], Tensor], activation: Activate
     ) -> tuple[Tensor, Tensor, Tensor]:
         if len(wide) < FEWEST_ROWS:
-            return self._few.gradients(wide, weight, grad, activation)
+            return self._few.gradients(wide, weight, product, activation)
         grad_wide = torch.empty_like(wide)
         parts = *activation.split(wide), *activation.split(grad_wide)
-        inner, of_weight = self._gradients(weight, grad, activation, *parts)
+        inner, of_weight = self._gradients(weight, product(), activation, *parts)
         return inner, grad_wide, of_weight
 
-    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype, *, drops: bool) -> Tensor:
+    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         if min(len(rows), len(slots)) < FEWEST_ROWS:
-            return self._few.add_up(rows, slots, dtype, drops=drops)
-        return self._add_up(rows, slots, dtype, drops)
+            return self._few.add_up(rows, slots, dtype)
+        return self._add_up(rows, slots, dtype)
 
 
 def _weighted(weight: Tensor, activation: Activate, *parts: Tensor) -> Tensor:
@@ -102,12 +101,10 @@ def _gradients(
     return inner, of_weight
 
 
-def _add_up(rows: Tensor, slots: Tensor, dtype: torch.dtype, drops: bool) -> Tensor:
-    total = torch.zeros((), dtype=dtype, device=rows.device)
-    for choice in range(slots.shape[1]):
-        slot = slots[:, choice]
-        own = rows[slot.clamp(max=len(rows) - 1) if drops else slot].to(dtype)
-        total = total + (torch.where((slot < len(rows)).unsqueeze(1), own, 0) if drops else own)
+def _add_up(rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    total = rows[slots[:, 0]].to(dtype)
+    for choice in range(1, slots.shape[1]):
+        total = total + rows[slots[:, choice]]
     return total
 
 
@@ -124,10 +121,10 @@ def candidates(*, device: torch.device, dtype: torch.dtype) -> list[Candidate[Ro
         weight = torch.linspace(0.1, 0.9, 9, device=device).to(
             torch.promote_types(precision, torch.float32)
         )
-        slots = torch.tensor([[0, 8], [9, 3], [5, 9], [7, 1]], device=device)
+        slots = torch.tensor([[0, 8], [6, 3], [5, 4], [7, 1]], device=device)
         swiglu = Activate("swiglu")
-        found = kernel.gradients(wide, weight, grad.clone(), swiglu)
-        total = kernel.add_up(rows, slots, weight.dtype, drops=True)
+        found = kernel.gradients(wide, weight, grad.clone, swiglu)
+        total = kernel.add_up(rows, slots, weight.dtype)
         return [kernel.weighted(wide, weight, swiglu), *found, total]
 
     def check(kernel: RowKernel) -> None:

@@ -97,18 +97,17 @@ def test_rows_of_experts(kind: str) -> None:
         assert_same(
             [kernel.weighted(wide, weight, activation)], [usual.weighted(wide, weight, activation)]
         )
-        grads = [of.gradients(wide, weight, grad.clone(), activation) for of in (kernel, usual)]
+        grads = [of.gradients(wide, weight, grad.clone, activation) for of in (kernel, usual)]
         assert_same(*grads)
 
 
-@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.usefixtures("uncompiled")
-def test_sums_of_the_rows_of_tokens(drops: bool) -> None:
+def test_sums_of_the_rows_of_tokens() -> None:
     kernel, usual = InductorRows(), TorchRows()
     for rows, tokens in ((1, 4), (6, 1), (6, 4)):
         values = torch.randn(rows, WIDTH, dtype=torch.float64)
-        slots = torch.arange(tokens * 3).view(tokens, 3) * 5 % (rows + drops)
-        sums = [of.add_up(values, slots, torch.float64, drops=drops) for of in (kernel, usual)]
+        slots = torch.arange(tokens * 3).view(tokens, 3) * 5 % rows
+        sums = [of.add_up(values, slots, torch.float64) for of in (kernel, usual)]
         torch.testing.assert_close(*sums, rtol=0, atol=0)
 
 
