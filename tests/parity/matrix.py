@@ -211,10 +211,9 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
     copies, left_over = divmod(dp * cp * tp, ep * etp)
     if left_over or copies % min(c["shard_size"] or copies, copies):
         return False
-    if MOE[c["moe"][0]].get("drop") == "score" and c["documents"]:
-        # only a position tells apart equal tokens that are documents of their own
-        if "positions" in MODELS[c["model"]]:
-            return False
+    by_weight = MOE[c["moe"][0]].get("drop") == "score"
+    if by_weight and c["documents"] and "positions" in MODELS[c["model"]]:
+        return False  # equal tokens that are documents of their own have equal weights
     split = tp > 1 and not c["sequence_parallel"]
     frozen = c["lora"] is not None and not _can_be_adapted(c)
     return not (split or frozen or c["scatter"] == "on")
