@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.distributed import collectives
@@ -70,7 +71,7 @@ class Recorder(TorchDispatchMode):
                 begin.__name__.removeprefix("start_"),
                 max(tensor.numel() for tensor in tensors),
                 ranks=tuple(collectives.dist.get_process_group_ranks(axis.group)),
-                group=axis.group.group_name,
+                group=distributed_c10d._get_process_group_name(axis.group),
                 bytes=max(tensor.nbytes for tensor in tensors),
                 lengths=tuple(tuple(arg) for arg in args if isinstance(arg, list)),
             )
