@@ -12,6 +12,7 @@ then the same for what a process holds of the model, in :mod:`model_memory`.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -383,14 +384,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     sequence = 16 if given.quick else 64
     schedules = ["merak", "zb_v", "seq1f1b"] if given.quick else names()
     refused: list[str] = []
-    results = [
-        result for policy in POLICIES for result in compare(schedules, policy, sequence, refused)
-    ]
     split, of_split = (["ring"], ["merak"]) if given.quick else ([*CONTEXTS], schedules)
-    results += [
-        result for name in split for result in compare_split(of_split, name, sequence, refused)
-    ]
-    results += model_memory.compare(["interleaved_1f1b"] if given.quick else names(), refused)
+    held = ["interleaved_1f1b"] if given.quick else names()
+    results: list[Result] = []
+    for result in itertools.chain(
+        *(compare(schedules, policy, sequence, refused) for policy in POLICIES),
+        *(compare_split(of_split, name, sequence, refused) for name in split),
+        model_memory.compare(held, refused),
+    ):
+        print(f"{result.claim}: {result.value:.4g}{result.unit}", file=sys.stderr, flush=True)
+        results.append(result)
     print(*(f"refused: {line}" for line in refused), sep="\n")
     report("Memory", results, given.json)
     return 0

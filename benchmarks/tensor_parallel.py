@@ -7,25 +7,39 @@ parallelism an all-reduce of the hidden states becomes a gather and a reduce-sca
 bytes, norms are computed once instead of twice, and the weight gradients gather again what was not
 kept (Korthikanti et al., 2205.05198). Losses of the first steps are compared before anything is
 timed. A ratio is the median over the rounds.
+
+What the exchanges of a step cost by themselves is timed in the same turns: as many collectives of
+as many bytes, one after the other, with nothing between them.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from common import Result, parser, report
 from turns import Batch, in_turns
 
 from megapipe.config import Config
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.model.interface import Collective
+from megapipe.plan.traffic import step_traffic
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
 TP, VOCABULARY = 2, 4096
+ROUTINES: dict[Collective, Callable[[torch.Tensor, Axis], torch.Tensor]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+}
 
 
 class Size(NamedTuple):
@@ -47,9 +61,10 @@ class Side(NamedTuple):
 
 
 SIDES = [Side(split, overlap) for split in (True, False) for overlap in (True, False)]
+SPLIT, PLAIN = (Side(split, overlap=True) for split in (True, False))
 
 
-def new_step(size: Size, mesh: ParallelMesh, side: Side) -> TrainStep:
+def laid_out(size: Size, side: Side) -> tuple[Config, Layout]:
     config = Config.model_validate(
         {
             "model": {
@@ -67,30 +82,54 @@ def new_step(size: Size, mesh: ParallelMesh, side: Side) -> TrainStep:
             },
         }
     )
-    return TrainStep(*resolve(config, TP, VOCABULARY), mesh)
+    return resolve(config, TP, VOCABULARY)
+
+
+def exchanges(size: Size, side: Side, mesh: ParallelMesh) -> Callable[[int], None]:
+    """The tensor-parallel collectives of a step, one after the other."""
+    each: list[tuple[Collective, torch.Tensor]] = []
+    for exchange in step_traffic(*laid_out(size, side), rank=0):
+        if exchange.axis == "tp":
+            values = exchange.bytes // exchange.count // torch.float32.itemsize
+            values = -(-values // TP) * TP
+            values //= TP if exchange.collective == "all_gather" else 1
+            each += [(exchange.collective, torch.zeros(values))] * exchange.count
+
+    def exchange_all(_: int) -> None:
+        for collective, values in each:
+            ROUTINES[collective](values, mesh.tp)
+
+    return exchange_all
 
 
 def times(world: World, size: Size, rounds: int) -> list[list[float]]:
-    """Seconds of each round, by side."""
+    """Seconds of each round, by side, and of the exchanges of SPLIT and PLAIN."""
     mesh = world.mesh(Grid(tp=TP))
-    steps = [new_step(size, mesh, side) for side in SIDES]
+    steps = [TrainStep(*laid_out(size, side), mesh) for side in SIDES]
     samples = size.microbatch * size.microbatches
-    return in_turns(steps, Batch(VOCABULARY, samples, size.microbatch, size.sequence), rounds)
+    batch = Batch(VOCABULARY, samples, size.microbatch, size.sequence)
+    alone = (exchanges(size, side, mesh) for side in (SPLIT, PLAIN))
+    return in_turns(steps, batch, rounds, *alone)
 
 
 def measure(size: Size, rounds: int) -> Iterator[Result]:
     by_side = zip(*run_world(TP, times, size, rounds), strict=True)
     slowest = [list(map(max, zip(*ranks, strict=True))) for ranks in by_side]
-    of = dict(zip(SIDES, slowest, strict=True))
+    *of_sides, with_split, without = slowest
+    of = dict(zip(SIDES, of_sides, strict=True))
 
     def ratio(one: Side, other: Side) -> float:
         return statistics.median(a / b for a, b in zip(of[one], of[other], strict=True))
 
-    split, plain = Side(split=True, overlap=True), Side(split=False, overlap=True)
+    step, more, less = map(statistics.median, (of[PLAIN], with_split, without))
     what = f"hidden {size.hidden}, {size.sequence * size.microbatch} tokens"
-    print(f"{what}: {statistics.median(of[plain]) * 1e3:.1f} ms a step of plain tp {TP}")
-    yield Result(f"{what}: sequence parallelism", ratio(split, plain), 1.15, "x", f"plain tp {TP}")
-    for name, side in (("sequence parallelism", split), (f"tp {TP}", plain)):
+    print(
+        f"{what}: a step of plain tp {TP} {step * 1e3:.1f} ms; exchanges alone "
+        f"{less * 1e3:.2f} ms, with sequence parallelism {more * 1e3:.2f} ms, "
+        f"which would make a step {1 + (more - less) / step:.2f} times as long"
+    )
+    yield Result(f"{what}: sequence parallelism", ratio(SPLIT, PLAIN), 1.15, "x", f"plain tp {TP}")
+    for name, side in (("sequence parallelism", SPLIT), (f"tp {TP}", PLAIN)):
         waiting = ratio(side, side._replace(overlap=False))
         yield Result(f"{what}: {name}, collectives hidden", waiting, 1.0, "x", "waited for")
 

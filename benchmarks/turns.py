@@ -56,8 +56,14 @@ def timed(sides: Sequence[Callable[[int], object]], rounds: int) -> list[list[fl
     return seconds
 
 
-def in_turns(steps: Sequence[TrainStep], batch: Batch, rounds: int) -> list[list[float]]:
-    """Seconds of each round, by trainer. Losses of the first steps are compared before."""
+def in_turns(
+    steps: Sequence[TrainStep],
+    batch: Batch,
+    rounds: int,
+    *others: Callable[[int], object],
+) -> list[list[float]]:
+    """Seconds of each round, by trainer and then of the `others`. Losses of the first steps are
+    compared before."""
     rows = batches(batch)
 
     def train(step: TrainStep, i: int) -> float:
@@ -71,4 +77,4 @@ def in_turns(steps: Sequence[TrainStep], batch: Batch, rounds: int) -> list[list
     def side(step: TrainStep) -> Callable[[int], float]:
         return lambda i: train(step, WARM_UP + i)
 
-    return timed([side(step) for step in steps], rounds)
+    return timed([*map(side, steps), *others], rounds)
