@@ -26,8 +26,10 @@ from megapipe.plan.memory import model_memory
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
-DP, PP, MICROBATCHES, ROWS, SEQUENCE, VOCABULARY = 2, 2, 4, 2, 8, 257
+PP, MICROBATCHES, ROWS, SEQUENCE, VOCABULARY = 2, 4, 2, 8, 257
 """As small as goes with every schedule."""
+SHARING = 2
+"""Ranks that hold the same weights: of dp, or of cp."""
 TOLERANCE = 0.02
 SETTINGS: dict[str, dict[str, Any]] = {
     "zero 0": {"optimizer": {"zero": 0}},
@@ -47,25 +49,32 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "model": {"dtype": "bf16"},
     },
     "zero 1, post-validation": {"optimizer": {"post_validation": True}},
+    **{f"cp 2, zero {n}": {"optimizer": {"zero": n}, "parallel": {"cp": 2}} for n in range(4)},
 }
 
 
 def configure(schedule: str, setting: dict[str, Any]) -> tuple[Config, Layout]:
     model = {"layers": 8, "hidden": 32, "heads": 4, "vocab_size": VOCABULARY}
+    grid = grid_of(setting)
     config = Config.model_validate(
         {
             "model": {**model, **setting.get("model", {})},
-            "parallel": {"pp": PP, "dp": DP, "device": "cpu"},
+            "parallel": {"pp": PP, "dp": grid.dp, "cp": grid.cp, "device": "cpu"},
             "pipeline": {"schedule": schedule},
             "optimizer": setting["optimizer"],
             "train": {
                 "sequence_length": SEQUENCE,
                 "microbatch": ROWS,
-                "global_batch": MICROBATCHES * ROWS * DP,
+                "global_batch": MICROBATCHES * ROWS * grid.dp,
             },
         }
     )
-    return resolve(config, DP * PP, VOCABULARY)
+    return resolve(config, SHARING * PP, VOCABULARY)
+
+
+def grid_of(setting: dict[str, Any]) -> Grid:
+    cp = setting.get("parallel", {}).get("cp", 1)
+    return Grid(pp=PP, dp=SHARING // cp, cp=cp)
 
 
 def storages(step: TrainStep) -> dict[int, int]:
@@ -87,9 +96,9 @@ def kept(step: TrainStep) -> int:
 def measure(world: World, cases: list[tuple[str, str]]) -> list[tuple[int, int]]:
     """Per case (schedule, setting): bytes held after a step, and the most during it."""
     found = []
-    mesh = world.mesh(Grid(pp=PP, dp=DP))
     for schedule, setting in cases:
         config, layout = configure(schedule, SETTINGS[setting])
+        mesh = world.mesh(grid_of(SETTINGS[setting]))
         found.append(_measured(TrainStep(config, layout, mesh)))
     return found
 
@@ -137,7 +146,7 @@ def compare(schedules: Sequence[str], refused: list[str]) -> Iterator[Result]:
                 refused.append(f"{setting}: {error}")
             else:
                 cases.append((schedule, setting))
-    ranks = run_world(DP * PP, measure, cases, timeout_s=60 + 5 * len(cases))
+    ranks = run_world(SHARING * PP, measure, cases, timeout_s=60 + 5 * len(cases))
     for setting in SETTINGS:
         worst: dict[str, tuple[float, str]] = dict.fromkeys(("lasting", "peak"), (0.0, ""))
         compared = 0
@@ -147,7 +156,7 @@ def compare(schedules: Sequence[str], refused: list[str]) -> Iterator[Result]:
             compared += 1
             config, layout = configure(schedule, SETTINGS[setting])
             for rank, found in enumerate(ranks):
-                formula = model_memory(config, layout, rank // DP)
+                formula = model_memory(config, layout, rank // SHARING)
                 wanted = formula.lasting, formula.total
                 for what, measured, predicted in zip(worst, found[index], wanted, strict=True):
                     difference = abs(measured - predicted) / predicted
