@@ -127,6 +127,17 @@ CONTEXT_CASES = {
         "optimizer.shard_size=2",
         "model.dtype=bf16",
     ),
+    "cp, double ring, bf16": (
+        "context.plan=double_ring",
+        "context.inner=2",
+        "model.dtype=bf16",
+    ),
+    "cp, helpers": ("context.plan=helpers", "context.order=contiguous"),
+    "cp, teams, ZeRO-1, reduced in bf16": (
+        "context.plan=teams",
+        "context.team=2",
+        "optimizer.reduce_dtype=bf16",
+    ),
     "cp, attention kept, blocks run again": (
         "activations.policy=full",
         "activations.keep_attention=true",
@@ -265,7 +276,8 @@ def blank_rows(config: Config) -> Rows:
 def expected(config: Config, layout: Layout, rank: int) -> dict[Seen, Amount]:
     """What the formulas say of process `rank`."""
     result: dict[Seen, Amount] = {}
-    for each in step_traffic(config, layout, grid_of(layout).coordinates_of(rank).pp):
+    at = grid_of(layout).coordinates_of(rank)
+    for each in step_traffic(config, layout, at.pp, at.cp):
         seen = Seen(each.axis, each.collective)
         calls, size = result.get(seen, Amount(0, 0))
         result[seen] = Amount(calls + each.count, size + each.bytes)

@@ -78,15 +78,18 @@ class Exchange:
         return Fraction(ways * self.bytes * (self.members - 1), self.members)
 
 
-def step_traffic(config: Config, layout: Layout, rank: int) -> list[Exchange]:
+def step_traffic(
+    config: Config, layout: Layout, rank: int, index: int | None = None
+) -> list[Exchange]:
     """Collectives and messages of each process at pipeline index `rank` in a training step.
 
     All dp, cp and tp indices exchange alike, but for what those of cp send while they attend: then
-    it is the one that sends most. Groups of one exchange nothing and are left out.
+    it is the one of `index`, by default the one that sends most. Groups of one exchange nothing and
+    are left out.
     """
     exchanges = [
         *_tensor_parallel(config, layout, rank),
-        *_context_parallel(config, layout, rank),
+        *_context_parallel(config, layout, rank, index),
         *_about_tokens(config, layout, rank),
         *_data_parallel(config, layout, rank),
         *_pipeline(config, layout, rank),
@@ -184,8 +187,10 @@ def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exch
             )
 
 
-def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    """Exchanges of attention over cp, of the rank that sends most."""
+def _context_parallel(
+    config: Config, layout: Layout, rank: int, index: int | None
+) -> Iterator[Exchange]:
+    """Exchanges of attention over cp, of an index or of that which sends most."""
     if layout.cp == 1:
         return
     counts: Counter[tuple[str, Pass, Collective, int]] = Counter()
@@ -196,7 +201,7 @@ def _context_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exc
             for fused in (False, True)
             for each in _pieces(config, layout, stage, rank, fused=fused)
         ):
-            for of, exchanges in _most_sent(layout, piece.tokens, piece.earlier).items():
+            for of, exchanges in _sent(layout, piece.tokens, piece.earlier, index).items():
                 for sent in exchanges:
                     times = attentions(layout, stage, of, sent.axis)
                     key = sent.axis, of, sent.collective, sent.members
@@ -241,9 +246,11 @@ def token_exchanges(
         yield Exchange(axis, each.collective, each.what, each.calls, each.bytes, members)
 
 
-def _most_sent(layout: Layout, tokens: int, earlier: int) -> dict[Pass, list[Sent]]:
-    """In one attention of a piece, of the context-parallel rank that sends most."""
-    ranks = [attention_traffic(layout, tokens, index, earlier) for index in range(layout.cp)]
+def _sent(layout: Layout, tokens: int, earlier: int, index: int | None) -> dict[Pass, list[Sent]]:
+    """In one attention of a piece, by the context-parallel rank of an index, or by the one that
+    sends most."""
+    indices = range(layout.cp) if index is None else (index,)
+    ranks = [attention_traffic(layout, tokens, each, earlier) for each in indices]
     return max(ranks, key=lambda sent: sum(each.bytes for of in sent.values() for each in of))
 
 
