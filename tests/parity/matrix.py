@@ -44,9 +44,11 @@ STATES = [
 ]
 """State dtype, master, rounding."""
 KEPT = "full, attention kept"
+WHOLE = "whole"
+"""The context of sequences that are not split."""
 DIMENSIONS: dict[str, list[Any]] = {
     "layout": LAYOUTS,
-    "context": [name for name in CONTEXTS if name != "own"],
+    "context": [WHOLE, *(name for name in CONTEXTS if name != "own")],
     "schedule": list(SCHEDULES),
     "m": [2, 1, 3, 4, 5, 6, 7, 8, 9],
     "sequence_parallel": [False, True],
@@ -194,8 +196,8 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
     by_blocks = cp > 1 or c["activations"] == KEPT
     if by_blocks and (c["dropout"] or c["model"] == "gemma"):  # which has windows
         return False
-    if cp == 1:
-        return context == "ring"
+    if cp == 1 or context == WHOLE:
+        return cp == 1 and context == WHOLE
     if c["documents"] and context == "striped":
         return False
     ulysses = cp if context == "ulysses" else 2 if "usp" in context else 1
@@ -274,12 +276,14 @@ def _can_be_compiled(c: Mapping[str, Any]) -> bool:
 
 
 def fit(rng: random.Random, choice: Choice, given: Mapping[str, Any]) -> Choice:
-    """A drawn choice whose context has ranks, or is the plain one; and likewise what goes to
-    experts of other ranks."""
-    if "layout" not in given and choice["context"] != "ring" and "context" in given:
-        choice["layout"] = rng.choice(SPLIT)
+    """A drawn choice whose context has ranks, if any; and likewise what goes to experts of other
+    ranks."""
+    if "layout" not in given and "context" in given:
+        choice["layout"] = rng.choice(LAYOUTS if choice["context"] == WHOLE else SPLIT)
     if "context" not in given and choice["layout"][1] == 1:
-        choice["context"] = "ring"
+        choice["context"] = WHOLE
+    elif "context" not in given and choice["context"] == WHOLE:
+        choice["context"] = rng.choice(DIMENSIONS["context"][1:])
     if "codec" in given and choice["codec"] != "none" and "dtype" not in given:
         choice["dtype"] = "fp64"
     if not _can_be_dispatched(choice):
