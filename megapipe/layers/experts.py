@@ -86,7 +86,8 @@ class Experts(nn.Module):
         bias = torch.zeros(routing.experts, dtype=self.dtype) if routing.biased else None
         self.register_buffer("bias", bias)
         self.last: Tensor | None
-        """[1, experts], int64: the choices of each in the last step; spread evenly at first."""
+        """[1, experts], int64: the choices of each in the last step that the balance term counts;
+        spread evenly at first."""
         even = torch.ones(1, routing.experts, dtype=torch.int64)
         self.register_buffer("last", even if routing.scope == "step" else None)
         ranks, rank = sharding.ep.size // sharding.etp, sharding.ep.index // sharding.etp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -14,6 +14,9 @@ Drop = Literal["choice", "position", "score"]
 Scope = Literal["sequence", "microbatch", "step"]
 Codec = Literal["none", "bf16", "int8"]
 """How rows that travel to experts look on the wire (:mod:`megapipe.layers.row_codec`)."""
+NUMBERS = 4
+"""Numbers that a layer tells of its routing before the choices of each expert: tokens, the sums of
+their balance and z terms, and choices dropped."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,16 @@ class Routing:
             return None
         return ceil(Fraction(str(self.capacity)) * self.top_k * length / self.experts)
 
+    @property
+    def tells_first(self) -> bool:
+        """Whether a layer tells first choices beside all, as the next step's balance term counts
+        these alone."""
+        return self.scope == "step" and self.first_only
 
-NUMBERS = 4
-"""Numbers that a layer tells of its routing before the choices of each expert: tokens, the sums of
-their balance and z terms, and choices dropped."""
-
-
-def numbers_told(experts: Mapping[int, int]) -> int:
-    """Numbers that all layers tell, which have so many experts each."""
-    return sum(NUMBERS + count for count in experts.values())
+    @property
+    def told(self) -> int:
+        """Numbers that a layer tells of its routing."""
+        return NUMBERS + self.experts * (1 + self.tells_first)
 
 
 def wire_bytes(codec: str, width: int, size: int) -> int:
@@ -71,9 +75,9 @@ def bias_name(layer: int) -> str:
     return f"model/layers.{layer}.moe.router.bias"
 
 
-def counts_name(layer: int) -> str:
-    """Name of the choices of the last step of a layer's experts, likewise."""
-    return f"routing/layers.{layer}.moe.router.counts"
+def counts_name(layer: int, first_only: bool) -> str:
+    """Name of the choices of the last step of a layer's experts, likewise, or of the first ones."""
+    return f"routing/layers.{layer}.moe.router.{'first_' if first_only else ''}counts"
 
 
 def placed_name(layer: int) -> str:

@@ -212,7 +212,8 @@ def load(
     distance: Tensor | None = None,
 ) -> Tensor:
     """Numbers of a layer about the tokens here of a micro-batch: how many, sums over them of
-    balance and z term, choices dropped, and choices of each expert. [NUMBERS + experts], fp64.
+    balance and z term, choices dropped, choices of each expert, and those that the balance term of
+    the next step counts, if it is not all. [routing.told], fp64.
 
     The balance term follows from the :func:`spread` of all slices; None: more are to come.
     """
@@ -223,8 +224,11 @@ def load(
         balance = (spread * _weighed(shares(chosen.counts, spread.dtype), distance)).sum()
     told = [balance, logits.logsumexp(-1).square().sum(), (choice < 0).sum()]
     tokens = torch.full_like(balance, len(logits))
-    counts = numbers_of(ids.flatten(), routing.experts)
-    return torch.cat([torch.stack([n.double() for n in (tokens, *told)]), counts.double()])
+    counts = [numbers_of(ids.flatten(), routing.experts)]
+    if routing.tells_first:
+        counts.append(numbers_of(ids[:, 0], routing.experts))
+    numbers = torch.stack([n.double() for n in (tokens, *told)])
+    return torch.cat([numbers, *(n.double() for n in counts)])
 
 
 def logits_grad(

@@ -325,6 +325,10 @@ class Family(ABC):
         """How many experts there are in each layer that has some."""
         return {}
 
+    def told(self) -> Mapping[int, int]:
+        """How many numbers each of these layers tells of its routing in a step."""
+        return {}
+
     def active(self) -> int:
         """Number of parameters that one token meets; fewer than all where layers have experts."""
         return self.count()

@@ -31,7 +31,6 @@ from typing import NamedTuple
 from megapipe.config import Config
 from megapipe.distributed.shares import share
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
-from megapipe.layers.moe_specs import numbers_told
 from megapipe.layers.policy import loss_chunk
 from megapipe.layout.context_plan import Pass
 from megapipe.layout.layout import Layout
@@ -410,7 +409,7 @@ def _scalars(config: Config, layout: Layout) -> Iterator[Exchange]:
     the end the totals of the step, with the squared norms of each stage and of the tied matrix."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pipeline_processes}
     ends = {homes[-1] for homes in layout.schedule.placement.table}
-    told = numbers_told(layout.model.experts())
+    told = sum(layout.model.told().values())
     for what, axes, length in (
         ("tokens", ("cp", "dp", "pp") if len(ends) > 1 else ("cp", "dp"), 1),
         ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + _OTHER_TOTALS + told),

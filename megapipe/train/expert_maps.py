@@ -106,7 +106,7 @@ class ExpertMaps:
             self.migration.decide(step, told)
         if not self._experts or (step + 1) % self._every:
             return
-        for layer, _, numbers in by_layer(self._experts, told):
+        for layer, _, numbers, _ in by_layer(self._experts, told):
             self.counts[layer].copy_(torch.tensor(numbers, dtype=torch.int64))
         self._make()
 

@@ -81,7 +81,7 @@ class Migration:
         if (step + 1) % self._every:
             return
         after = {}
-        for layer, _, numbers in by_layer(self._experts, told):
+        for layer, _, numbers, _ in by_layer(self._experts, told):
             pool, worth = self._choices[layer].pool, self._choices[layer].worth
             found = migrate(self.present[layer], pool, [int(n) for n in numbers], worth)
             if found.owners != self.present[layer].owners:

@@ -22,7 +22,7 @@ def own_totals(
 ) -> Totals:
     """This rank's part of the totals of a step whose backward passes are done, of which `squares`
     are those of the gradients, and `loss` and `counted` of :func:`own_loss`."""
-    routing = summed_loads(step.layout.model.experts(), counted.loads, step.mesh.device)
+    routing = summed_loads(step.layout.model.told(), counted.loads, step.mesh.device)
     some = [*routing, squares, loss, step.optimizer.states_finite(), *counted.summed_losses()]
     values = step.mesh.computed(torch.cat(some))  # the step's one wait for a GPU
     begin, end = sum(map(len, routing)), len(values) - len(counted.by_source)

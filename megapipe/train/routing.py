@@ -12,13 +12,13 @@ from megapipe.observe.record import RoutingRecord
 
 
 def summed_loads(
-    experts: Mapping[int, int], loads: Sequence[Mapping[int, Tensor]], device: torch.device
+    told: Mapping[int, int], loads: Sequence[Mapping[int, Tensor]], device: torch.device
 ) -> list[Tensor]:
-    """The loads of each layer, which has so many experts, added up over micro-batches; zeros for
-    layers of other ranks."""
+    """The loads of each layer, which has told so many numbers, added up over micro-batches; zeros
+    for layers of other ranks."""
     found = []
-    for layer, count in experts.items():
-        total = torch.zeros(NUMBERS + count, dtype=torch.float64, device=device)
+    for layer, numbers in told.items():
+        total = torch.zeros(numbers, dtype=torch.float64, device=device)
         for load in loads:
             if layer in load:
                 total += load[layer]
@@ -28,14 +28,18 @@ def summed_loads(
 
 def by_layer(
     experts: Mapping[int, int], values: Sequence[float]
-) -> Iterator[tuple[int, Sequence[float], Sequence[float]]]:
-    """Each layer, its first numbers and the choices of each of its experts, of
-    :func:`summed_loads` one after the other."""
+) -> Iterator[tuple[int, Sequence[float], Sequence[float], Sequence[float]]]:
+    """Each layer, its first numbers, the choices of each of its experts, and those of them that the
+    balance term of the next step counts, of :func:`summed_loads` one after the other. The last are
+    the same where no others are told."""
+    kinds, left = divmod(len(values) - NUMBERS * len(experts), sum(experts.values()))
+    assert kinds in (1, 2)
+    assert not left
     start = 0
     for layer, count in experts.items():
-        counts = start + NUMBERS
-        yield layer, values[start:counts], values[counts : counts + count]
-        start = counts + count
+        begin, end = start + NUMBERS, start + NUMBERS + kinds * count
+        yield layer, values[start:begin], values[begin : begin + count], values[end - count : end]
+        start = end
 
 
 def record(
@@ -50,7 +54,7 @@ def record(
     if not experts:
         return None
     layers = []
-    for _, (tokens, balance, z, dropped), chosen in by_layer(experts, values):
+    for _, (tokens, balance, z, dropped), chosen, _ in by_layer(experts, values):
         layers.append((balance / tokens, z / tokens, dropped / sum(chosen), chosen))
     balances, zs, shares, choices = zip(*layers, strict=True)
     loads = {n: max(own) * len(own) / sum(own) for n, own in zip(experts, choices, strict=True)}

@@ -2,9 +2,10 @@
 
 An expert's bias is added to its score where experts are chosen. Each update moves it by a fixed
 rate, towards as many choices as the mean of its layer (DeepSeek-V3, 2412.19437). A balance term
-over whole steps goes by the choices of the last one, as those of its own are not known yet. Both
-follow from the choices of the whole step, which are in its totals; so every rank has those of all
-layers alike and nothing is exchanged for it. A step without an update leaves both as they are.
+over whole steps goes by the choices of the last one, or by the first one of each token, as those of
+its own are not known yet. Both follow from the choices of the whole step, which are in its totals;
+so every rank has those of all layers alike and nothing is exchanged for it. A step without an
+update leaves both as they are.
 
 An update that is validated later (:mod:`megapipe.train.post_validation`) moves those of the layers
 here, whose choices are known ahead of the totals; the others follow with these.
@@ -32,7 +33,7 @@ class RoutingState:
     are given theirs.
 
     Without a `bias_rate` there are no biases, which are of the type `dtype`. `counts`: the choices
-    of the last step are kept.
+    of the last step are kept, with `first_only` the first one of each token.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class RoutingState:
         *,
         bias_rate: float | None = None,
         counts: bool = False,
+        first_only: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._experts = experts
         self._rate = bias_rate
+        self._first_only = first_only
         self._layers = [
             module for stage in stages for module in stage.modules() if isinstance(module, Experts)
         ]
@@ -54,7 +57,8 @@ class RoutingState:
         """By layer, [experts], on the host."""
         counted = experts if counts else {}
         self.counts = {n: torch.ones(e, dtype=torch.int64) for n, e in counted.items()}
-        """By layer, [experts], on the host: choices of the last step; spread evenly at first."""
+        """By layer, [experts], on the host: those choices of the last step; spread evenly
+        at first."""
         self._kept: list[Tensor] = []
         """The same before an update that is not validated."""
 
@@ -92,15 +96,15 @@ class RoutingState:
     def _move(self, told: Sequence[float], layers: Collection[int]) -> None:
         if self.empty:
             return
-        for layer, _, numbers in by_layer(self._experts, told):
+        for layer, _, chosen, counted in by_layer(self._experts, told):
             if layer not in layers:
                 continue
-            counts = torch.tensor(numbers, dtype=torch.int64)
             if self._rate is not None:
+                counts = torch.tensor(chosen, dtype=torch.int64)
                 bias, missing = self.biases[layer], counts.sum() - counts * len(counts)
                 bias += self._rate * missing.sign().to(bias.dtype)
             if self.counts:
-                self.counts[layer].copy_(counts)
+                self.counts[layer].copy_(torch.tensor(counted, dtype=torch.int64))
 
     @property
     def empty(self) -> bool:
@@ -128,15 +132,16 @@ class RoutingState:
             weights.read_into(bias, bias_name(layer), whole(tuple(bias.shape)))
         for layer, counts in self.counts.items():
             counts.fill_(1)
-            if counts_name(layer) in names:
-                weights.read_into(counts, counts_name(layer), whole(tuple(counts.shape)))
+            name = counts_name(layer, self._first_only)
+            if name in names:
+                weights.read_into(counts, name, whole(tuple(counts.shape)))
         self._hand_out()
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for layer, bias in self.biases.items():
             yield bias_name(layer), bias
         for layer, counts in self.counts.items():
-            yield counts_name(layer), counts
+            yield counts_name(layer, self._first_only), counts
 
     def _hand_out(self) -> None:
         """Give the layers here theirs."""

@@ -37,7 +37,6 @@ from megapipe.engine.stage import Key, Stage
 from megapipe.engine.tuple_stage import TupleStage
 from megapipe.errors import ScheduleError
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe_specs import numbers_told
 from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter, release_initial
 from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
@@ -143,6 +142,7 @@ class TrainStep:
             self.modules.values(),
             bias_rate=config.model.moe.bias_rate,
             counts=config.model.moe.balance_scope == "step",
+            first_only=config.model.moe.balance_choices == "first",
             dtype=main_dtype(TORCH_DTYPES[config.model.dtype]),
         )
         self.maps = ExpertMaps.of(config, layout, self.modules.values(), self.optimizer)
@@ -300,7 +300,7 @@ class TrainStep:
 
     def _unpack(self, vector: Tensor) -> Totals:
         """The totals that a vector of this run packs."""
-        return Totals.unpack(vector, self._sources, numbers_told(self.layout.model.experts()))
+        return Totals.unpack(vector, self._sources, sum(self.layout.model.told().values()))
 
     def _warm_up(self, step: int, rows: Rows) -> None:
         """Before the first step of a schedule: on GPUs that exchange messages, run its operations

@@ -13,7 +13,6 @@ import torch
 
 from megapipe.config import Config
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe_specs import numbers_told
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layout import freed
 from megapipe.layout.layout import Layout
@@ -212,9 +211,8 @@ def check_bytes(
         for case, alive in zip(given, results, strict=True):
             config, layout = configure(case)
             sizes = sizes_of(config, layout)._replace(imbalance=imbalance)
-            experts = layout.model.experts()
-            of_stage = [layer for layer in layout.stage_layers[1].layers if layer in experts]
-            told = [8 * numbers_told({layer: experts[layer]}) for layer in of_stage]
+            numbers = layout.model.told()
+            told = [8 * numbers[n] for n in layout.stage_layers[1].layers if n in numbers]
             promised = list(held_tensors(config.model, layout.spans[1], sizes))
             on_device = [tensor.bytes for tensor, in_host in promised if not in_host]
             assert alive.device == sorted(on_device + told), case.name

@@ -137,6 +137,26 @@ def test_experts_and_other_weights_are_summed_over_their_groups(case: Case) -> N
         )
 
 
+FIRST = Case(dp=2, moe="step, first", layers=2)
+
+
+def test_first_choices_are_told_as_planned() -> None:
+    """Beside all, in the totals of a step; nothing else is told for the balance term."""
+    config, layout = configure(FIRST)
+    planned = step_traffic(config, layout, 0)
+    assert not [e for e in planned if e.what == "routing"]
+    (totals,) = (e.bytes // 8 for e in planned if e.what == "totals")
+    config, layout = configure(replace(FIRST, moe="groups", layers=3))  # two layers of as many
+    (of_all,) = (e.bytes // 8 for e in step_traffic(config, layout, 0) if e.what == "totals")
+    assert totals - of_all == FIRST.dp * FIRST.layers * 6
+    for calls in run_world(2, run_recorded, FIRST):
+        assert ("all_gather", (0, 1), totals) in calls
+        assert {values for name, _, values in calls if name == "all_gather" and values < 100} == {
+            FIRST.dp,  # unmasked tokens
+            totals,
+        }
+
+
 def test_choices_are_told_as_planned_where_layers_have_other_numbers_of_experts() -> None:
     """Rows for each expert over ep, and the totals of a step."""
     config, layout = configure(PYRAMID)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,12 @@ CASES = [
     replace(TENSOR, dp=2, ep=2, etp=2, rule="muon", layers=3, moe="capacity, position"),
     replace(TENSOR, dp=2, etp=2, rule="lars", zero=3, model="gpt2", shard_size=2),
     replace(PIPELINE, dp=4, ep=2, schedule="zb_v", m=4, in_process=True, zero=3, dropout=0.2),
+    replace(ALONE, moe="step, first", dtype="fp32", activations="experts again"),
+    replace(ALONE, moe="step, first", activations="full", masked=0.3, m=3),
+    replace(TENSOR, moe="step, first", ep=2, zero=3, masked=0.3, m=3),
+    replace(SLICED, moe="step, first", model="llama"),
+    replace(CONTEXT, dp=2, moe="step, first", ep=2, context="striped", zero=2),
+    replace(PIPELINE, dp=2, ep=2, moe="step, first", schedule="chimera", m=4, tied=False, zero=0),
 ]  # fmt: skip
 
 
@@ -331,6 +338,12 @@ def test_a_choice_is_made_once(activations: str) -> None:
     assert run_world(1, choices_made, case) == [2 * 3 * case.steps]
 
 
+def balances(routing: Sequence[float], choices: Sequence[int]) -> list[float]:
+    """The balance term of each layer, of those that tell so many numbers of choices."""
+    starts = itertools.accumulate([0, *(4 + count for count in choices[:-1])])
+    return [routing[start + 1] / routing[start] for start in starts]
+
+
 def test_resumed_bitwise_and_loaded_in_another_layout(tmp_path: Path) -> None:
     base = {
         "model.layers": "3",
@@ -340,6 +353,7 @@ def test_resumed_bitwise_and_loaded_in_another_layout(tmp_path: Path) -> None:
         "model.moe.capacity": "1.0",
         "model.moe.bias_rate": "0.01",
         "model.moe.balance_scope": "step",
+        "model.moe.balance_choices": "first",
         "parallel.dp": "2",
         "parallel.pp": "2",
         "optimizer.zero": "2",
@@ -353,10 +367,20 @@ def test_resumed_bitwise_and_loaded_in_another_layout(tmp_path: Path) -> None:
     )
     assert_continues(resumed, whole)
     assert_same_files(checkpoint(tmp_path, "part", STEPS), checkpoint(tmp_path, "whole", STEPS))
-    moved = {**other, "checkpoint.load": str(checkpoint(tmp_path, "whole", HALF))}
-    ((first, *_),) = run(tmp_path, Play("moved", {**moved, "train.stop_after": str(HALF + 1)}))
-    assert first["error"] is None
+    other["checkpoint.load"] = str(checkpoint(tmp_path, "whole", HALF))
+    other["train.stop_after"] = str(HALF + 1)
+    (first, *_), (changed, *_) = run(
+        tmp_path,
+        Play("moved", other),
+        Play("changed", {**other, "model.moe.balance_choices": "all"}),
+    )
+    assert first["error"] is changed["error"] is None
     (mine,) = first["steps"].values()
     theirs = whole[0]["steps"][HALF + 1]
     assert mine.routing == pytest.approx(theirs.routing, rel=1e-6)
     assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+    (anew,) = changed["steps"].values()
+    assert balances(anew.routing, [4, 8]) == pytest.approx([1, 1], rel=1e-6)
+    assert 1 not in [round(each, 6) for each in balances(mine.routing, [2 * 4, 2 * 8])]
+    text = (tmp_path / "runs/changed/log.jsonl").read_text()
+    assert "model.moe.balance_choices was first and is all" in text

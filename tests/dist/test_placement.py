@@ -63,7 +63,7 @@ SMALL = [
     TENSOR,
     CONTEXT,
     replace(COPIED, zero=0, placement="every second step", look_ahead=2, steps=4),
-    replace(COPIED, zero=2, activations="experts again", codec="int8", moe="step"),
+    replace(COPIED, zero=2, activations="experts again", codec="int8", moe="step, first"),
     replace(COPIED, pp=2, in_process=True, schedule="interleaved_1f1b", chunks=2, layers=4),
     replace(COPIED, dtype="bf16"),
 ]
@@ -267,7 +267,10 @@ def test_a_resumed_run_has_the_copies_of_the_one_that_was_stopped(
         "experts.slots": "2",
         "experts.replan": "3",
         "checkpoint.every": "2",
-    } | ({"experts.node": "2"} if dispatch == "hierarchical" else {})
+    }
+    if dispatch == "hierarchical":
+        base |= {"experts.node": "2", "model.moe.balance_scope": "step"}
+        base |= {"model.moe.balance_choices": "first"}
     plays = [Play("part", base, stop_after=stop) for stop in (4, 6, None)]
     whole, *resumed = run(tmp_path, Play("whole", base), *plays)
     assert [part[0]["first_step"] for part in resumed] == [0, 4, 6]

@@ -176,7 +176,7 @@ EXPERTS = [
     replace(BASE, moe="capacity, choice", etp=2, schedule="chimera", dtype="fp16", tied=False),
     replace(BASE, moe="pyramid", dp=1, m=8, tp=2, sequence_parallel=True, ep=2, dtype="fp16"),
     replace(BASE, moe="step", schedule="zb_2p", ep=2, tied=False, dtype="bf16"),
-    replace(BASE, moe="step", schedule="chimera", dtype="fp32"),
+    replace(BASE, moe="step, first", schedule="chimera", dtype="fp32"),
     replace(BASE, moe="groups", dp=1, m=8, tp=2, sequence_parallel=True, dtype="fp16"),
 ]
 """Of the last three biases, and counts of choices, go from step to step."""

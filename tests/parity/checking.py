@@ -36,7 +36,15 @@ from tests.parity.expected import (
     validation,
     wire_of,
 )
-from tests.parity.mixture import Told, experts_of, has_experts, kept, moved, of_experts
+from tests.parity.mixture import (
+    Told,
+    experts_of,
+    has_experts,
+    kept,
+    moved,
+    of_experts,
+    tells_first,
+)
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.reference import Params
 from tests.parity.routing_noise import is_random
@@ -149,14 +157,21 @@ def check_frozen(before: Params, now: Params) -> None:
 
 def check_kept(case: Case, before: Params, after: Params, told: Sequence[float]) -> None:
     """What routers keep has moved as the choices of the step say, to the bit."""
-    model, counts, start = settings(case).model, [], 0
+    model, numbers = settings(case).model, list(told)
+    counts: list[list[int]] = []
+    counted: list[list[int]] = []
     for layer in (n for n in range(model.layers) if has_experts(model, n)):
-        counts.append([int(count) for count in told[start + 4 :][: experts_of(model, layer)]])
-        start += 4 + len(counts[-1])
-    assert start == len(told)
+        experts = experts_of(model, layer)
+        del numbers[:4]
+        counts.append([int(count) for count in numbers[:experts]])
+        if tells_first(model):
+            del numbers[:experts]
+        counted.append([int(count) for count in numbers[:experts]])
+        del numbers[:experts]
+    assert not numbers
     main = reference.MASTER_DTYPES[case.dtype]
     held = {name: values.to(main) for name, values in before.items() if kept(name)}
-    for name, values in moved(held, model, counts).items():
+    for name, values in moved(held, model, counts, counted).items():
         assert_kept(name, after[name], values)
 
 
@@ -196,11 +211,12 @@ def check_routing(case: Case, told: Told, found: Sequence[tuple[float, ...]]) ->
     """What every rank was told of layers with experts: dropped choices and counts, and in fp64 the
     terms."""
     wanted = []
-    for balance, z, dropped, counts in zip(
-        told.balance, told.z, told.dropped, told.counts, strict=True
+    for balance, z, dropped, counts, counted in zip(
+        told.balance, told.z, told.dropped, told.counts, told.counted, strict=True
     ):
         tokens = case.batch * case.m * case.dp * case.sequence
         wanted += [tokens, tokens * balance, tokens * z, len(dropped), *counts]
+        wanted += counted if tells_first(settings(case).model) else []
     for values in found:
         for value, exact in zip(values, wanted, strict=True):
             narrow = case.dtype != "fp64" and not isinstance(exact, int)

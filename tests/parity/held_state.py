@@ -78,7 +78,7 @@ def _of_routers(step: TrainStep) -> Iterator[Held]:
         if isinstance(layer, Experts) and layer.bias is not None:
             yield _whole(bias_name(layer.layer), layer.bias, "weight")
         if isinstance(layer, Experts) and layer.last is not None:
-            yield _whole(counts_name(layer.layer), layer.last[0], "state")
+            yield _whole(counts_name(layer.layer, layer.routing.first_only), layer.last[0], "state")
 
 
 def _whole(name: str, values: Tensor, what: str) -> Held:

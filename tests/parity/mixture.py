@@ -77,6 +77,8 @@ class Told:
     z: list[float] = field(default_factory=list)
     counts: list[list[int]] = field(default_factory=list)
     """Choices of each expert, dropped ones too."""
+    counted: list[list[int]] = field(default_factory=list)
+    """Those of them that the balance term counts."""
     dropped: list[set[tuple[int, int, int]]] = field(default_factory=list)
     """(sample, position, number of the choice)."""
     given: Sequence[Tensor] = ()
@@ -106,6 +108,18 @@ def experts_of(model: ModelConfig, layer: int) -> int:
     return numbers
 
 
+def counts_of(name: str, model: ModelConfig) -> str | None:
+    """The name of what a router keeps of the choices of a step, if the balance term goes by it."""
+    if model.moe.balance_scope != "step":
+        return None
+    return f"{name}.{'first_counts' if model.moe.balance_choices == 'first' else 'counts'}"
+
+
+def tells_first(model: ModelConfig) -> bool:
+    """Whether a run tells first choices beside all: if they are kept."""
+    return (model.moe.balance_scope, model.moe.balance_choices) == ("step", "first")
+
+
 def shapes(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Weights and, with biases, those of a layer's experts, their router and what is beside."""
     moe, h = model.moe, model.hidden
@@ -121,8 +135,8 @@ def shapes(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     out = {f"{name}.router.weight": (experts, h)}
     if moe.bias_rate is not None:
         out[f"{name}.router.bias"] = (experts,)
-    if moe.balance_scope == "step":
-        out[f"{name}.router.counts"] = (experts,)
+    if (counts := counts_of(f"{name}.router", model)) is not None:
+        out[counts] = (experts,)
     for each, shape in linear.items():
         out[f"{name}.{each}.weight"] = shape
         if model.bias:
@@ -181,8 +195,8 @@ def mixture(
                         y = y + told.wire.pass_on(weights[row][t][j] * z)
             tokens.append(y)
         samples.append(torch.stack(tokens))
-    last = params.get(f"{name}.router.counts")
-    _tell(told, logits, p, chosen, model, None if last is None else last.tolist())
+    counts = counts_of(f"{name}.router", model)
+    _tell(told, logits, p, chosen, model, None if counts is None else params[counts].tolist())
     told.dropped.append(dropped)
     return _beside(torch.stack(samples).to(x.dtype), x, params, name, model, mlp)
 
@@ -216,7 +230,7 @@ def choose(p: list[float], model: ModelConfig) -> list[int]:
 
 def kept(name: str) -> bool:
     """Whether it is of a router, and moved by choices and by no gradient."""
-    return name.endswith((".router.bias", ".router.counts"))
+    return name.endswith((".router.bias", "counts"))
 
 
 def of_experts(name: str) -> bool:
@@ -225,19 +239,23 @@ def of_experts(name: str) -> bool:
 
 
 def moved(
-    params: Mapping[str, Tensor], model: ModelConfig, counts: Sequence[Sequence[int]]
+    params: Mapping[str, Tensor],
+    model: ModelConfig,
+    counts: Sequence[Sequence[int]],
+    counted: Sequence[Sequence[int]],
 ) -> dict[str, Tensor]:
-    """What routers keep after a step with so many choices of each expert of each layer."""
+    """What routers keep after a step with so many choices of each expert of each layer, of which
+    the balance term counts some."""
     out: dict[str, Tensor] = {}
     layers = [layer for layer in range(model.layers) if has_experts(model, layer)]
-    for layer, of_layer in zip(layers, counts, strict=True):
+    for layer, of_layer, kept_of_layer in zip(layers, counts, counted, strict=True):
         name, mean = f"layers.{layer}.moe.router", Fraction(sum(of_layer), len(of_layer))
         if model.moe.bias_rate is not None:
             bias = params[f"{name}.bias"]
             signs = torch.tensor([(count < mean) - (count > mean) for count in of_layer])
             out[f"{name}.bias"] = bias + model.moe.bias_rate * signs.to(bias.dtype)
-        if model.moe.balance_scope == "step":
-            out[f"{name}.counts"] = torch.tensor(of_layer, dtype=params[f"{name}.counts"].dtype)
+        if (last := counts_of(name, model)) is not None:
+            out[last] = torch.tensor(kept_of_layer, dtype=params[last].dtype)
     return out
 
 
@@ -340,8 +358,9 @@ def _tell(
     told.terms.append(moe.balance * balance + moe.z * z)
     told.balance.append(balance.item())
     told.z.append(z.item())
-    every = [e for row in chosen for token in row for e in token]
-    told.counts.append([every.count(e) for e in range(experts)])
+    for found, number in ((told.counts, moe.top_k), (told.counted, k)):
+        every = [e for row in chosen for token in row for e in token[:number]]
+        found.append([every.count(e) for e in range(experts)])
 
 
 def _beside(

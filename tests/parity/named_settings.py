@@ -154,6 +154,16 @@ MOE: dict[str, dict[str, Any]] = {
         "balance_scope": "step",
         "bias_rate": 0.02,
     },
+    "step, first": {
+        "experts": 6,
+        "top_k": 3,
+        "ffn": 8,
+        "scores": "sigmoid",
+        "balance": 0.4,
+        "balance_scope": "step",
+        "balance_choices": "first",
+        "bias_rate": 0.02,
+    },
     "random": {
         "experts": 4,
         "capacity": 0.9,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.regions import Region, flat_regions, whole
 from megapipe.layers.experts import Experts
+from megapipe.layers.moe_specs import bias_name, counts_name
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.optim.optimizer import Optimizer
 from megapipe.train.step import TrainStep
@@ -108,11 +109,11 @@ def local_copies(step: TrainStep) -> Iterator[tuple[str, Region, np.ndarray[Any,
             if isinstance(layer, Experts):
                 if layer.places is not None:
                     layer.places.bring()
-                for name, buffer in (("bias", layer.bias), ("counts", layer.last)):
+                counts = counts_name(layer.layer, layer.routing.first_only)
+                for name, buffer in ((bias_name(layer.layer), layer.bias), (counts, layer.last)):
                     if buffer is not None:
                         values = buffer.flatten().double().cpu().clone().numpy()
-                        full = f"layers.{layer.layer}.moe.router.{name}"
-                        yield full, whole(values.shape), values
+                        yield name.partition("/")[2], whole(values.shape), values
         step.optimizer.reshard(stage)
 
 

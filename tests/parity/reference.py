@@ -173,7 +173,7 @@ def init_random(
     params = {}
     for name, shape in shapes(model, lora).items():
         draw = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if name.endswith(".router.counts"):
+        if name.endswith("counts"):
             tensor = torch.ones_like(draw)  # choices are spread evenly at first
         elif name.endswith(".bias"):
             tensor = 0.1 * draw
@@ -349,7 +349,7 @@ def train(
         for group in adamw.param_groups:
             group["lr"] = lr
         adamw.step()
-        for name, values in moved(masters, model, told.counts).items():
+        for name, values in moved(masters, model, told.counts, told.counted).items():
             masters[name].data = values.detach()
         after = {name: p.detach().clone() for name, p in masters.items()}
         steps.append(Step(value, grads, norm.item(), after, told))

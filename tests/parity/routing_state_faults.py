@@ -15,11 +15,11 @@ from torch import Tensor
 from megapipe.layers import routing
 from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe_specs import Routing, numbers_told
+from megapipe.layers.moe_specs import Routing
 from megapipe.layers.routing import Chosen
 from megapipe.layers.token_shards import TokenShards
 from megapipe.testing import World
-from megapipe.train import own_totals
+from megapipe.train import own_totals, routing_state
 from megapipe.train.routing import by_layer
 from megapipe.train.routing_state import RoutingState
 from megapipe.train.step import TrainStep
@@ -29,6 +29,7 @@ from tests.parity.faults import Patch, run_of_size
 
 BIASED = Case(moe="groups", masked=0.3, layers=2)
 COUNTED = replace(BIASED, moe="step")
+FIRST = replace(COUNTED, moe="step, first", dp=2)
 PYRAMID = replace(BIASED, moe="pyramid, biased", layers=3)
 """Layers with other numbers of experts."""
 
@@ -88,7 +89,7 @@ def biases_moved_in_validation() -> Patch:
 
     def wrong(self: TrainStep, *args: Any) -> Any:
         found = evaluate(self, *args)
-        numbers = numbers_told(self.layout.model.experts())
+        numbers = sum(self.layout.model.told().values())
         self.routing.move([float(number % 5) for number in range(numbers)])
         return found
 
@@ -138,7 +139,7 @@ def biases_by_the_experts_of_the_first_layer() -> Patch:
 
     def wrong(self: RoutingState, told: Sequence[float]) -> None:
         first = len(next(iter(self.biases.values())))
-        for layer, _, numbers in by_layer(self._experts, told):
+        for layer, _, numbers, _ in by_layer(self._experts, told):
             counts = torch.tensor(numbers, dtype=torch.int64)
             self.counts[layer] = counts
             signs = (counts.sum() - counts * first).sign()
@@ -159,6 +160,25 @@ def balance_by_the_choices_of_the_step_itself() -> Patch:
     return mock.patch.object(Experts, "choice", wrong)
 
 
+def balance_of_a_step_by_all_choices() -> Patch:
+    """In the place of first ones."""
+    return _choices_mistaken(balance=True)
+
+
+def biases_by_first_choices() -> Patch:
+    """In the place of all."""
+    return _choices_mistaken(balance=False)
+
+
+def _choices_mistaken(*, balance: bool) -> Patch:
+    def wrong(*given: Any) -> Iterator[Any]:
+        for layer, numbers, every, first in by_layer(*given):
+            both = every if balance else first
+            yield layer, numbers, both, both
+
+    return mock.patch.object(routing_state, "by_layer", wrong)
+
+
 def balance_as_if_choices_were_spread_evenly() -> Patch:
     share = routing.shares
     return mock.patch.object(routing, "shares", lambda n, dtype: share(n.clamp(1, 1), dtype))
@@ -177,6 +197,8 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     counts_by_the_choices_of_one_replica: replace(COUNTED, dp=2),
     biases_by_the_experts_of_the_first_layer: PYRAMID,
     balance_by_the_choices_of_the_step_itself: COUNTED,
+    balance_of_a_step_by_all_choices: FIRST,
+    biases_by_first_choices: FIRST,
     balance_as_if_choices_were_spread_evenly: COUNTED,
 }
 

@@ -108,6 +108,9 @@ class GPT(Family):
         moe = self.model.moe
         return {n: moe.experts_of(n) for n in filter(moe.has_experts, range(self.layers))}
 
+    def told(self) -> Mapping[int, int]:
+        return {layer: routing_of(self.model.moe, layer).told for layer in self.experts()}
+
     def active(self) -> int:
         return self.count() - sum(unused_parameters(self.model, layer) for layer in self.experts())
 

@@ -61,11 +61,6 @@ def check_experts(model: ModelConfig) -> None:
             f"model.moe.second=random needs model.moe.top_k=2, not {moe.top_k}: expected always, "
             "or that"
         )
-    if moe.balance_scope == "step" and moe.balance_choices == "first":
-        raise ConfigError(
-            "model.moe.balance_choices=first has no support for model.moe.balance_scope=step, "
-            "which goes by all choices of the step before: expected all"
-        )
     if moe.top_k == 1 and moe.normalise and moe.scores == "softmax":
         raise ConfigError(
             "model.moe.top_k=1 with model.moe.normalise=true has the weight 1 for every token, "

@@ -58,6 +58,16 @@ def test_a_list_has_a_number_for_each_layer_with_experts() -> None:
         assert shapes[f"layers.{layer}.moe.down.weight"] == (experts, 16, 24)
 
 
+def test_first_choices_are_told_beside_all_where_the_next_step_goes_by_them() -> None:
+    def told(**keys: object) -> list[int]:
+        model = family({**SMALL, "moe": {**MIXTURE, "experts": [6, 8], **keys}})
+        assert list(model.told()) == list(model.experts())
+        return list(model.told().values())
+
+    assert told() == told(balance_scope="step") == told(balance_choices="first") == [10, 12]
+    assert told(balance_scope="step", balance_choices="first") == [16, 20]
+
+
 def test_the_router_begins_smaller_where_that_is_asked_for() -> None:
     """Row 7.02: by a factor, of the router alone."""
 
@@ -243,8 +253,8 @@ def test_they_are_stored_and_read_back(experts: str) -> None:
             "model.moe.second=random needs model.moe.top_k=2, not 3: expected always, or that",
         ),
         (
-            "model.moe.experts=4 model.moe.balance_scope=step model.moe.balance_choices=first",
-            "model.moe.balance_choices=first has no support for model.moe.balance_scope=step",
+            "model.moe.experts=4 model.moe.balance=0 model.moe.balance_scope=step",
+            "model.moe.balance_scope=step has no effect without model.moe.balance: expected sequen",
         ),
         (
             ("model.moe.experts=4 parallel.pp=2 pipeline.weights=stash optimizer.clip=null "

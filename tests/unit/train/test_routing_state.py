@@ -51,6 +51,26 @@ def test_choices_of_a_step_are_kept_and_spread_evenly_at_first() -> None:
     assert state.counts[3].tolist() == [0, 7, 9]
 
 
+def test_first_choices_are_kept_where_they_are_told() -> None:
+    """Biases move by all choices, whatever is kept; kept are those that are told last. What another
+    run has kept of all choices is not taken for them."""
+    told = [*TOLD[:8], *(0, 1, 2, 1), *TOLD[8:], *(0, 5, 3)]
+    state = RoutingState(EXPERTS, bias_rate=0.5, counts=True, first_only=True)
+    state.move(told)
+    assert state.counts[1].tolist() == [0, 1, 2, 1]
+    assert state.counts[3].tolist() == [0, 5, 3]
+    assert state.biases[1].tolist() == [-0.5, 0.5, 0, 0]
+    assert state.biases[3].tolist() == [0.5, -0.5, -0.5]
+    other = RoutingState(EXPERTS, bias_rate=0.5, counts=True)
+    other.move(TOLD)
+    for own in (state, other):
+        held = {p.name.removeprefix("model/"): p.tensor.clone() for p in own.pieces()}
+        again = RoutingState(EXPERTS, bias_rate=0.5, counts=True, first_only=True)
+        again.load(HeldWeights(held), held)
+        assert again.counts[3].tolist() == ([0, 5, 3] if own is state else [1, 1, 1])
+        assert again.biases[3].equal(own.biases[3])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_is_saved_and_loaded(dtype: torch.dtype) -> None:
     state = RoutingState(EXPERTS, bias_rate=0.1, dtype=dtype)
