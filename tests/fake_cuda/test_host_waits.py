@@ -138,7 +138,7 @@ EXPERTS = [
     Case(dp=2, etp=2, moe="top 2", layers=2, dispatch="fetch", expert_chunks=2),
     Case(dp=2, ep=2, moe="top 2", layers=2, placement="changing"),
     Case(dp=4, ep=4, moe="top 2", layers=2, dispatch="hierarchical", node=2),
-    Case(moe="step", layers=2, m=2),
+    Case(moe="step, first", layers=2, m=2),
     Case(moe="groups", layers=2, m=2, dtype="bf16", grouped=True),
     replace(PIPELINE, moe="residual", layers=4),
 ]
