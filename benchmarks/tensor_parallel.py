@@ -113,7 +113,7 @@ def times(world: World, size: Size, rounds: int) -> list[list[float]]:
 
 
 def measure(size: Size, rounds: int) -> Iterator[Result]:
-    by_side = zip(*run_world(TP, times, size, rounds), strict=True)
+    by_side = zip(*run_world(TP, times, size, rounds, timeout_s=3600), strict=True)
     slowest = [list(map(max, zip(*ranks, strict=True))) for ranks in by_side]
     *of_sides, with_split, without = slowest
     of = dict(zip(SIDES, of_sides, strict=True))
