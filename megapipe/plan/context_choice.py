@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megapipe.config import Config
 from megapipe.context.entries import entries
 from megapipe.context.plan import Message
-from megapipe.context.simulate import Link, simulate
+from megapipe.context.simulate import Link, Timed, simulate
 from megapipe.context_config import ContextConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
@@ -102,10 +102,14 @@ class _Places(NamedTuple):
 
     config: Config
 
+    def node(self, rank: int) -> int:
+        """Of a context-parallel rank of the group that begins with a node."""
+        parallel = self.config.parallel
+        return rank * parallel.tp // parallel.per_node
+
     def same_node(self, one: int, other: int) -> bool:
         """Whether two context-parallel ranks of a group are on one node."""
-        parallel = self.config.parallel
-        return one * parallel.tp // parallel.per_node == other * parallel.tp // parallel.per_node
+        return self.node(one) == self.node(other)
 
     def rate(self, *, within: bool) -> float:
         """Bytes per second."""
@@ -139,16 +143,8 @@ def cost_of(config: Config, speeds: Speeds) -> Cost:
     sent = {True: [0] * split.cp, False: [0] * split.cp}
     whole, exposed = 0.0, {}
     for what in PASSES:
-        plan, messages = plans.of(what)
-
-        def link(message: Message, what: Pass = what) -> Link:
-            ends = split.index(message.source, 0), split.index(message.target, 0)
-            within = places.same_node(*ends)
-            size = own.bytes_of(message, backward=what == "I")
-            return Link(within, size / places.rate(within=within))
-
         work = partial(seconds_of, what)
-        timed = simulate(plan, () if plans.gathers else messages, work, link)
+        timed = max(_timed(own, places, what, work, ulysses) for ulysses in _rings(own, places))
         blocking = _blocking(own, places, what)
         whole += timed.whole + blocking
         exposed[what] = timed.exposed + blocking
@@ -170,6 +166,35 @@ def cost_of(config: Config, speeds: Speeds) -> Cost:
         exposed=exposed,
         bundles=split.ring if plans.gathers else plans.forward.held["keys"],
     )
+
+
+def _rings(own: Attention, places: _Places) -> Iterable[int]:
+    """Ulysses indices whose rings lie differently over nodes, one of each kind."""
+    split, found = own.split, {}
+    for ulysses in range(split.ulysses):
+        nodes = [places.node(split.index(ring, ulysses)) for ring in range(split.ring)]
+        found.setdefault(tuple(map(nodes.index, nodes)), ulysses)
+    return found.values()
+
+
+def _timed(
+    own: Attention,
+    places: _Places,
+    what: Pass,
+    work: Callable[[int, int], float],
+    ulysses: int,
+) -> Timed:
+    """The rounds of the ring of the ranks of a Ulysses index."""
+    split = own.split
+    plan, messages = own.plans.of(what)
+
+    def link(message: Message) -> Link:
+        ends = split.index(message.source, ulysses), split.index(message.target, ulysses)
+        within = places.same_node(*ends)
+        size = own.bytes_of(message, backward=what == "I")
+        return Link(within, size / places.rate(within=within))
+
+    return simulate(plan, () if own.plans.gathers else messages, work, link)
 
 
 def _bytes(own: Attention, places: _Places, what: Pass, index: int) -> Iterator[tuple[bool, int]]:

@@ -105,6 +105,24 @@ def test_slow_links_change_the_order() -> None:
     assert sum(slowest.exposed.values()) > 0.5 * slowest.seconds
 
 
+def test_a_ring_is_as_slow_as_the_slowest_of_those_beside_it() -> None:
+    """Three rings of two ranks. On nodes of 4 the hop of the first stays within one and those of
+    the others cross, as all do on nodes of 3; what else differs is where heads are exchanged."""
+    sizes = ("model.heads=24", "model.kv_heads=6", "model.hidden=3072")
+    given = ("parallel.cp=6", "context.ulysses=3", "train.sequence_length=12288", *sizes)
+    heads = 2 * (24 + 6) * 128 * 2 * 12288 // 6
+    sent = heads * 2 // 3  # to the two others who split them
+
+    def of_rings(per_node: int, gb_s: float) -> dict[str, float]:
+        own = config(*given, "parallel.network_gb_s=0.5", f"parallel.per_node={per_node}")
+        exposed = cost_of(own, Speeds.of(own)).exposed
+        return {what: seconds - sent / gb_s / 1e9 for what, seconds in exposed.items()}
+
+    assert of_rings(4, gb_s=0.5) == pytest.approx(of_rings(3, gb_s=300))
+    within = of_rings(6, gb_s=300)
+    assert all(seconds > 100 * abs(within[what]) for what, seconds in of_rings(3, 300).items())
+
+
 def test_rounds_work_and_bundles() -> None:
     """Work is that of the slowest of each round, over what a rank has on average."""
 
