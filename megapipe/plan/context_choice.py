@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from megapipe.config import Config
 from megapipe.context.entries import entries
 from megapipe.context.plan import Message
 from megapipe.context.simulate import Link, Timed, simulate
+from megapipe.context.split import Split
 from megapipe.context_config import ContextConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
@@ -25,8 +27,9 @@ GEMMS = {"F": 2, "I": 5}
 which computes the scores again."""
 
 
-class Cost(NamedTuple):
-    """A way to attend, and its costs of one layer and micro-batch, forward and backward."""
+@dataclass(frozen=True)
+class Way:
+    """A way to attend, and what it takes of one layer and micro-batch, forward and backward."""
 
     context: ContextConfig
     within: int
@@ -36,11 +39,6 @@ class Cost(NamedTuple):
     rounds: int
     work: float
     """Work of the slowest rank, round by round, by that of the mean rank."""
-    seconds: float
-    """Until the last rank is through."""
-    exposed: Mapping[Pass, float]
-    """Of the seconds of the forward and the backward those in which an average rank waits: for
-    messages, and for others with more work."""
     bundles: int
     """Key bundles that a rank has or expects at a time, its own included."""
 
@@ -58,6 +56,17 @@ class Cost(NamedTuple):
         given = self.context.model_dump()
         default = ContextConfig().model_dump()
         return [f"context.{key}={value}" for key, value in given.items() if value != default[key]]
+
+
+@dataclass(frozen=True)
+class Cost(Way):
+    """The same, with its time on a device."""
+
+    seconds: float
+    """Until the last rank is through."""
+    exposed: Mapping[Pass, float]
+    """Of the seconds of the forward and the backward those in which an average rank waits: for
+    messages, and for others with more work."""
 
 
 def costs(config: Config, speeds: Speeds) -> list[Cost]:
@@ -117,30 +126,42 @@ class _Places(NamedTuple):
         return 1e9 * (parallel.node_gb_s if within else parallel.network_gb_s)
 
 
+def way_of(config: Config) -> Way:
+    """What a resolved configuration's own way takes, on any device. Raises :class:`ConfigError`."""
+    return _way(config, _attention(config), _Places(config))
+
+
+def _way(config: Config, own: Attention, places: _Places) -> Way:
+    sent = {True: [0] * own.split.cp, False: [0] * own.split.cp}
+    for what, index in product(PASSES, range(own.split.cp)):
+        for within, size in _bytes(own, places, what, index):
+            sent[within][index] += size
+    forward, n, scores = own.plans.forward, own.split.ring, _scores(config, own.split)
+    mean = sum(scores(i, j) for i, j in product(range(n), repeat=2)) / n
+    slowest = sum(
+        max(0 if pair is None else scores(*pair) for pair in pairs) for pairs in forward.rounds
+    )
+    return Way(
+        context=config.context,
+        within=max(sent[True]),
+        between=max(sent[False]),
+        rounds=forward.length,
+        work=slowest / mean,
+        bundles=n if own.plans.gathers else forward.held["keys"],
+    )
+
+
 def cost_of(config: Config, speeds: Speeds) -> Cost:
-    """The cost of a resolved configuration's own way. Raises :class:`ConfigError`."""
-    split, family = split_of(config), family_of(config, "cuda")
-    check_context(config, family, split, 1)
-    plans, places = context_plans(config, split), _Places(config)
-    needs: AttentionNeeds | None = family.kernels.attention
-    assert needs is not None
+    """The same with its time, on a device of known speed. Raises :class:`ConfigError`."""
+    own, places = _attention(config), _Places(config)
     assert speeds.tflops is not None
     rate = speeds.tflops * 1e12 * speeds.efficiency
-    length, rows = config.train.sequence_length, config.train.microbatch
-    tokens = rows * length // split.cp
-    own = Attention.of(split, plans, needs, family.dtype, tokens)
-    blocks = split.held([length], 0).blocks
-    heads = own.heads // split.ulysses
-
-    @cache
-    def scores(i: int, j: int) -> int:
-        return sum(entry.scores for entry in entries(blocks[i], blocks[j]))
+    scores, heads = _scores(config, own.split), own.heads // own.split.ulysses
 
     def seconds_of(what: Pass, i: int, j: int) -> float:
-        flops = 2 * GEMMS[what] * scores(i, j) * rows * heads * own.head_dim
-        return flops / rate
+        rows = config.train.microbatch
+        return 2 * GEMMS[what] * scores(i, j) * rows * heads * own.head_dim / rate
 
-    sent = {True: [0] * split.cp, False: [0] * split.cp}
     whole, exposed = 0.0, {}
     for what in PASSES:
         work = partial(seconds_of, what)
@@ -148,29 +169,29 @@ def cost_of(config: Config, speeds: Speeds) -> Cost:
         blocking = _blocking(own, places, what)
         whole += timed.whole + blocking
         exposed[what] = timed.exposed + blocking
-        for index in range(split.cp):
-            for within, size in _bytes(own, places, what, index):
-                sent[within][index] += size
-    mean = sum(scores(i, j) for i in range(split.ring) for j in range(split.ring)) / split.ring
-    slowest = sum(
-        max(0 if pair is None else scores(*pair) for pair in pairs)
-        for pairs in plans.forward.rounds
-    )
-    return Cost(
-        context=config.context,
-        within=max(sent[True]),
-        between=max(sent[False]),
-        rounds=plans.forward.length,
-        work=slowest / mean,
-        seconds=whole,
-        exposed=exposed,
-        bundles=split.ring if plans.gathers else plans.forward.held["keys"],
-    )
+    return Cost(**vars(_way(config, own, places)), seconds=whole, exposed=exposed)
+
+
+def _attention(config: Config) -> Attention:
+    """That of a layer and micro-batch, whose sequences are not cut into slices."""
+    split, family = split_of(config), family_of(config, "cuda")
+    check_context(config, family, split, 1)
+    needs: AttentionNeeds | None = family.kernels.attention
+    assert needs is not None
+    tokens = config.train.microbatch * config.train.sequence_length // split.cp
+    return Attention.of(split, context_plans(config, split), needs, family.dtype, tokens)
+
+
+def _scores(config: Config, split: Split) -> Callable[[int, int], int]:
+    """How many scores of a sample and head are of the queries and of the keys of two members."""
+    blocks = split.held([config.train.sequence_length], 0).blocks
+    return cache(lambda i, j: sum(entry.scores for entry in entries(blocks[i], blocks[j])))
 
 
 def _rings(own: Attention, places: _Places) -> Iterable[int]:
     """Ulysses indices whose rings lie differently over nodes, one of each kind."""
-    split, found = own.split, {}
+    split = own.split
+    found: dict[tuple[int, ...], int] = {}
     for ulysses in range(split.ulysses):
         nodes = [places.node(split.index(ring, ulysses)) for ring in range(split.ring)]
         found.setdefault(tuple(map(nodes.index, nodes)), ulysses)

@@ -1,7 +1,7 @@
 """The plan of a run as text: what every process will hold and do, before any is started."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import chain
 from operator import attrgetter
@@ -21,6 +21,8 @@ from megapipe.layout.speeds import Speeds
 from megapipe.model.interface import Family
 from megapipe.model.partition import format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.communicators import communicators
+from megapipe.plan.context_choice import cost_of, way_of
+from megapipe.plan.context_row import row
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
 from megapipe.plan.migration_traffic import migration_traffic
 from megapipe.plan.pace import expected
@@ -60,7 +62,7 @@ def report(config: Config, layout: Layout, imbalance: Fraction | None = None) ->
         [f"plan of {config.run.name}"],
         _model_lines(layout),
         [
-            *_run_lines(config, layout),
+            *_run_lines(config, layout, speeds),
             *memory_lines(config, layout, speeds, imbalance),
             *_message_lines(config, layout),
             *pace_lines(config, layout, speeds, timeline),
@@ -112,7 +114,7 @@ def _padded(layout: Layout) -> str:
     return f", padded to {padded_vocabulary(vocabulary, layout.tp):,}"
 
 
-def _run_lines(config: Config, layout: Layout) -> list[str]:
+def _run_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
     train, schedule = config.train, layout.schedule
     held = held_by_process(config, layout, schedule)
     length = train.sequence_length
@@ -129,7 +131,7 @@ def _run_lines(config: Config, layout: Layout) -> list[str]:
             f"{layout.microbatches:,} micro-batches of {train.microbatch} per replica"
         ),
         *([_slices_line(config, layout)] if schedule.slices > 1 else []),
-        *(_context_lines(config, layout) if layout.cp > 1 else []),
+        *(_context_lines(config, layout, speeds) if layout.cp > 1 else []),
         (
             f"compute       {per_token * tokens:.4g} FLOPs per step, {per_token:.4g} per token, "
             f"{per_token * tokens / layout.world:.4g} per process and step on average"
@@ -191,7 +193,7 @@ def _slices_line(config: Config, layout: Layout) -> str:
     )
 
 
-def _context_lines(config: Config, layout: Layout) -> list[str]:
+def _context_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
     """How positions are split and attended to, and what that makes of a step's operations."""
     split, context = layout.split, config.context
     parts = [f"{layout.local_length:,} of {config.train.sequence_length:,} positions per rank"]
@@ -203,7 +205,7 @@ def _context_lines(config: Config, layout: Layout) -> list[str]:
         parts.append(f"{context.plan} of {split.ring}, {context.order}{back}")
     scores = config.train.microbatch * config.model.heads // layout.tp * layout.local_length
     stored = scores * config.train.sequence_length * DTYPE_BYTES[config.model.dtype]
-    parts.append(f"scores of a layer, which nobody stores: {size_text(stored)}")
+    parts.append(f"stored scores of a layer: 0 B, where s^2 / n would be {size_text(stored)}")
     work = [
         layout.model.causal_work(stage, own, again=number in layout.schedule.recompute)
         for number, (stage, own) in enumerate(zip(layout.stage_layers, layout.spans, strict=True))
@@ -211,11 +213,23 @@ def _context_lines(config: Config, layout: Layout) -> list[str]:
     F, I, W = (float(sum(map(attrgetter(kind), work))) for kind in "FIW")  # noqa: E741
     return [
         f"context       {'; '.join(parts)}",
+        *_way_lines(config, layout, speeds),
         (
             f"operations    F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by causal FLOPs "
             f"(scripts/schedule.py --cost F=1,I={I / F:.2f},W={W / F:.2f})"
         ),
     ]
+
+
+def _way_lines(config: Config, layout: Layout, speeds: Speeds) -> Iterator[str]:
+    """What attention takes, as ``scripts/context.py compare`` has it."""
+    if layout.model.kernels.attention is None:
+        return
+    known = speeds.tflops is not None
+    cells = row(cost_of(config, speeds) if known else way_of(config))
+    of = "a layer and micro-batch" + (" that is not cut" if layout.schedule.slices > 1 else "")
+    told = ", ".join(f"{heading} {cell}" for heading, cell in cells.items() if cell != "-")
+    yield f"attention     of {of}: {told}{'' if known else '; its time is not known'}"
 
 
 def _traffic_line(config: Config, layout: Layout) -> str:

@@ -14,23 +14,10 @@ from megapipe.command_line import Parser
 from megapipe.layout.speeds import known_speeds
 from megapipe.plan.commands.arguments import add_configuration, configuration
 from megapipe.plan.context_choice import Cost, costs
-from megapipe.plan.demand import milliseconds, size_text
+from megapipe.plan.context_row import row
 from megapipe.plan.listing import add_forms, print_list
 
 PURPOSE = "all ways to attend over split positions, with what they cost"
-HEADINGS = {
-    "plan": "plan",
-    "order": "order",
-    "ulysses": "ulysses",
-    "ranks": "ranks",
-    "within": "in node",
-    "between": "to others",
-    "rounds": "rounds",
-    "work": "slowest/mean",
-    "ms": "ms",
-    "exposed": "exposed",
-    "bundles": "bundles",
-}
 
 
 def add(parser: Parser) -> None:
@@ -51,9 +38,7 @@ def plain(cost: Cost) -> dict[str, Any]:
     """The row of a way to attend, in bytes and seconds."""
     return {
         **cost.context.model_dump(),
-        **{
-            key: value for key, value in cost._asdict().items() if key not in ("context", "exposed")
-        },
+        **{key: value for key, value in vars(cost).items() if key not in ("context", "exposed")},
         **{f"exposed_{what}": seconds for what, seconds in cost.exposed.items()},
     }
 
@@ -68,23 +53,5 @@ def own_place(found: list[Cost], own: Any) -> str:
 
 def table(found: list[Cost]) -> str:
     """Rows for a reader."""
-    rows = [list(HEADINGS.values())]
-    for cost in found:
-        context = cost.context
-        both = context.ulysses > 1 and cost.rounds > 1
-        rows.append(
-            [
-                cost.name if cost.rounds > 1 else "-",
-                context.order if cost.rounds > 1 else "-",
-                str(context.ulysses),
-                context.ranks if both else "-",
-                size_text(cost.within),
-                size_text(cost.between),
-                str(cost.rounds),
-                f"{cost.work:.2f}",
-                milliseconds(cost.seconds),
-                f"{sum(cost.exposed.values()) / cost.seconds:.0%}",
-                str(cost.bundles),
-            ]
-        )
-    return words.table(rows, left=2)
+    rows = [row(cost) for cost in found]
+    return words.table([list(rows[0]), *(list(each.values()) for each in rows)], left=2)

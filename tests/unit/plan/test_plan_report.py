@@ -19,6 +19,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.flops import layer_flops
 from megapipe.plan.activation_memory import peak_activations
+from megapipe.plan.commands import main as context_command
 from megapipe.plan.demand import size_text
 from megapipe.plan.memory import model_memory
 from megapipe.plan.report import held_by_process, report
@@ -270,22 +271,55 @@ LONG = (
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (("context.travels=keys",), "ring of 4, zigzag, keys travel back; scores"),
-        (("context.travels=queries",), "ring of 4, zigzag, queries travel back; scores"),
-        (("context.plan=teams", "context.team=2"), "teams of 4, zigzag; scores"),
-        (("context.plan=all_gather", "context.order=striped"), "all_gather of 4, striped; scores"),
+        (("context.travels=keys",), "ring of 4, zigzag, keys travel back; stored"),
+        (("context.travels=queries",), "ring of 4, zigzag, queries travel back; stored"),
+        (("context.plan=teams", "context.team=2"), "teams of 4, zigzag; stored"),
+        (("context.plan=all_gather", "context.order=striped"), "all_gather of 4, striped; stored"),
         (("context.ulysses=2",), "heads over 2 ranks (heads_first); ring of 2, zigzag, keys tr"),
     ],
 )
 def test_how_positions_are_split(keys: tuple[str, ...], words: str) -> None:
-    """Row 6.02: with the memory of scores that a ring of stored ones would take, s^2 / n."""
+    """Row 6.02: with both memories of scores, that of none and that of stored ones, s^2 / n."""
     text = plan(*LONG, *keys)[2]
     (line,) = re.findall(r"^context +(.*)$", text, re.MULTILINE)
     assert line.startswith("2,048 of 8,192 positions per rank; ")
     assert words in line
     stored = 2 * 8 * 8192**2 // 4 * 4
-    assert line.endswith(f"scores of a layer, which nobody stores: {size_text(stored)}")
+    told = f"; stored scores of a layer: 0 B, where s^2 / n would be {size_text(stored)}"
+    assert line.endswith(told)
     assert "context" not in plan(*LONG[:-3], "parallel.cp=1")[2]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("context.plan=double_ring", "context.inner=2", "parallel.per_node=2"),
+        ("context.ulysses=2", "context.order=striped", "context.ranks=context_first"),
+        ("context.ulysses=4",),
+    ],
+)
+def test_the_line_of_what_compare_lists(
+    keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Heading by heading the row of the chosen way; without its time where no device is known."""
+    assert context_command(["compare", *LONG, *keys, "log.device=H100"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    number = int(re.findall(r"this configuration: number (\d+) of", table[-1])[0])
+    headings, cells = (re.split(r" {2,}", table[line].strip()) for line in (0, number))
+    listed = {h: cell for h, cell in zip(headings, cells, strict=True) if cell != "-"}
+    for device in ("H100", "null"):
+        text = plan(*LONG, *keys, f"log.device={device}")[2]
+        (line,) = re.findall(r"^attention +of a layer and micro-batch: (.*)$", text, re.MULTILINE)
+        known = device != "null"
+        of = [f"{h} {cell}" for h, cell in listed.items() if known or h not in ("ms", "exposed")]
+        assert line == ", ".join(of) + ("" if known else "; its time is not known")
+
+
+def test_the_line_of_attention_to_slices() -> None:
+    """Compared is what whole sequences take."""
+    sliced = plan(*LONG, "pipeline.schedule=seq1f1b", "pipeline.slices=2")[2]
+    assert "\nattention     of a layer and micro-batch that is not cut: plan ring, " in sliced
+    assert "\nattention " not in plan(*LONG, "parallel.cp=1")[2]
 
 
 def test_costs_of_operations_over_long_sequences(capsys: pytest.CaptureFixture[str]) -> None:
