@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -261,6 +262,39 @@ def check(setting: Setting, seen: Sequence[Seen]) -> None:
             for s in planned:
                 assert s.collective == "send" or s.bytes == found[s.collective], (what, s)
             assert {s.collective for s in planned} - {"send"} == {n for n in found if found[n]}
+
+
+def attend_behind_one(world: World, settings: Sequence[Setting]) -> list[Seen]:
+    """The messages before a round leave each rank but the first when that has computed the round."""
+    exchange = ring_attention._Run._exchange
+
+    def late(run: Any, number: int) -> None:
+        if world.rank and number < len(run.pairs):
+            dist.recv(torch.empty(1), 0)
+        exchange(run, number)
+
+    def told(compute: Any) -> Any:
+        def call(*args: Any) -> None:
+            compute(*args)
+            for other in range(1, world.size if world.rank == 0 else 1):
+                dist.send(torch.zeros(1), other)
+
+        return call
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(ring_attention._Run, "_exchange", late))
+        for run in (ring_attention._Forward, ring_attention._Backward):
+            patches.enter_context(mock.patch.object(run, "compute", told(run.compute)))
+        return attend(world, settings)
+
+
+def test_a_round_does_not_wait_for_the_messages_of_the_next() -> None:
+    """A rank computes what it has though nobody has sent it anything since the round before."""
+    settings = [
+        Setting(4, keys) for keys in ((), ("travels=keys",), DOUBLE, ("plan=teams", "team=2"))
+    ]
+    for setting, *seen in zip(settings, *run_world(4, attend_behind_one, settings), strict=True):
+        check(setting, seen)
 
 
 def test_bytes_of_the_field() -> None:
