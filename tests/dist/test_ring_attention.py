@@ -32,6 +32,7 @@ from megapipe.layout.context_plan import PASSES
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.ops.block_attention import CpuFlash, Explicit
+from megapipe.ops.documents import Documents
 from megapipe.ops.scores import PLAIN
 from megapipe.plan.context_traffic import attention_traffic
 from megapipe.testing import World, run_world
@@ -52,6 +53,8 @@ class Setting:
     rows: int = 4
     """Positions of a rank."""
     dtype: Dtype = "fp64"
+    documents: bool = False
+    """Attention ends at documents, of about twelve tokens."""
 
     def __str__(self) -> str:
         words = " ".join(key.removeprefix("context.") for key in self.keys) or "ring"
@@ -100,6 +103,7 @@ SETTINGS = [
     Setting(8, ("ulysses=2", "ranks=context_first", *DOUBLE)),
     Setting(9, ("plan=double_ring", "inner=3")),
     Setting(4, groups=2, explicit=True),
+    Setting(3, rows=12, documents=True),
     # what travels in the type of accumulation is twice as many bytes there
     *(Setting(3, keys, dtype="bf16") for keys in ((), ("travels=keys",), ("travels=queries",))),
     *(Setting(4, keys, dtype="bf16") for keys in (("plan=teams", "team=2"), ("plan=all_gather",))),
@@ -115,6 +119,14 @@ def full_tensors(setting: Setting) -> list[Tensor]:
         torch.randn(setting.length, B, n, D, generator=generator, dtype=torch.float64).to(dtype)
         for n in counts
     ]
+
+
+def documents_of(setting: Setting) -> Documents | None:
+    if not setting.documents:
+        return None
+    generator = torch.Generator().manual_seed(setting.cp)
+    ends = torch.rand(B, setting.length, generator=generator) < 1 / 12
+    return Documents(ends.long().cumsum(-1), torch.device("cpu"))
 
 
 class Seen(NamedTuple):
@@ -191,7 +203,7 @@ def attend_once(world: World, setting: Setting) -> Seen:
         for of in (all_gather, reduce_scatter, start_all_to_all):
             where = reshard_module if of is start_all_to_all else ring_attention
             spies.enter_context(mock.patch.object(where, of.__name__, noted(of)))
-        mb = MicroBatch(0, 0, 0, held=held)
+        mb = MicroBatch(0, 0, 0, held=held, documents=documents_of(setting))
         out = context.attend(*leaves, mb, PLAIN, 0)
         phase, before = "I", number
         grads = torch.autograd.grad(out, leaves, grad)
@@ -224,7 +236,11 @@ def check(setting: Setting, seen: Sequence[Seen]) -> None:
     q, k, v, grad = full_tensors(setting)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     heads = [x.permute(1, 2, 0, 3) for x in leaves]
-    out = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
+    documents = documents_of(setting)
+    seen_by_each: dict[str, Any] = {"is_causal": True}
+    if documents is not None:
+        seen_by_each = {"attn_mask": documents.mask(setting.length)}
+    out = scaled_dot_product_attention(*heads, **seen_by_each, enable_gqa=True).permute(2, 0, 1, 3)
     exact = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     assert sorted(row for each in seen for row in each.rows) == list(range(setting.length))
     for each in seen:
@@ -265,7 +281,7 @@ def check(setting: Setting, seen: Sequence[Seen]) -> None:
 
 
 def attend_behind_one(world: World, settings: Sequence[Setting]) -> list[Seen]:
-    """The messages before a round leave each rank but the first when that has computed the round."""
+    """Messages before a round leave each rank but the first when that has computed the round."""
     exchange = ring_attention._Run._exchange
 
     def late(run: Any, number: int) -> None:
@@ -380,9 +396,11 @@ def test_a_sequence_of_two_dimensions(n: int) -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """The largest storage that is made."""
+    """The largest storages that are made."""
 
     nbytes = 0
+    mask = 0
+    """Of truth values."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -390,32 +408,40 @@ class _Largest(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         for x in tree_leaves(found):
             if isinstance(x, Tensor):
-                self.nbytes = max(self.nbytes, x.untyped_storage().nbytes())
+                size = x.untyped_storage().nbytes()
+                self.nbytes = max(self.nbytes, size)
+                self.mask = max(self.mask, size if x.dtype == torch.bool else 0)
         return found
 
 
-def largest_storages(world: World, settings: Sequence[Setting]) -> list[int]:
+def largest_storages(world: World, settings: Sequence[Setting]) -> list[tuple[int, int]]:
     found = []
     for setting in settings:
         with _Largest() as largest:
             attend_once(world, setting)
-        found.append(largest.nbytes)
+        found.append((largest.nbytes, largest.mask))
     return found
 
 
 def test_no_storage_above_a_block() -> None:
     """Row 6.03: where scores are written out, those of a block, 1 / n^2 of all, are the most that
-    is ever made; with a kernel not even these."""
+    is ever made; with a kernel not even these. Nor is any mask of more, where attention ends at
+    documents."""
     settings = [
-        Setting(4, keys, rows=64, explicit=explicit)
-        for keys in ((), ("travels=keys",), ("order=striped",))
+        Setting(4, keys, rows=64, explicit=explicit, documents=documents)
+        for keys, documents in (
+            *(((), False), (("travels=keys",), False), (("order=striped",), False)),
+            *(((), True), (("order=contiguous",), True)),
+        )
         for explicit in (False, True)
     ]
     block = B * 4 * 64 * 64 * 8
     whole = 4 * B * 4 * 64 * D * 8  # queries of all ranks, of which the test takes those of each
     assert whole < block
     for setting, *found in zip(settings, *run_world(4, largest_storages, settings), strict=True):
-        assert max(found) <= (block if setting.explicit else whole), setting
+        largest, mask = map(max, zip(*found, strict=True))
+        assert largest <= (block if setting.explicit else whole), setting
+        assert mask <= (64 * 64 if setting.explicit else B * 4 * 64), setting  # one for each LSE
 
 
 def test_no_scores_beyond_a_block() -> None:
