@@ -55,20 +55,33 @@ def test_cases(world: int) -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
-def count_attentions(world: World, case: Case) -> int:
-    """Attentions of the steps of a case, by the calls of a kernel for whole sequences."""
-    with mock.patch.object(CpuFlash, "forward", autospec=True, side_effect=CpuFlash.forward) as f:
-        run_case(world, case, validate=False)
-    return f.call_count
+def count_blocks(world: World, cases: Sequence[Case]) -> list[int]:
+    """How often the steps of each case call the kernel for blocks."""
+    counts = []
+    for case in cases:
+        with mock.patch.object(
+            CpuFlash, "forward", autospec=True, side_effect=CpuFlash.forward
+        ) as kernel:
+            run_case(world, case, validate=False)
+        counts.append(kernel.call_count)
+    return counts
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_how_often_what_is_run_again_attends(kept: bool) -> None:
-    """Row 6.05: once per micro-batch and layer where results are kept, twice without."""
-    policy = "full, attention kept" if kept else "full"
-    case = replace(KEPT, activations=policy, layers=3, m=2)
-    passes = case.steps * case.m * case.layers
-    assert run_world(2, count_attentions, case) == [passes if kept else 2 * passes] * 2
+def test_how_often_what_is_run_again_attends() -> None:
+    """Row 6.05: once per micro-batch and layer where results are kept, twice without; each time a
+    rank calls the kernel for the pairs of the plan that it computes, for others too."""
+    cases = [
+        replace(KEPT, context=context, activations=policy, layers=3, m=2)
+        for context in ("ulysses", "ring", "helpers")
+        for policy in ("full, attention kept", "full")
+    ]
+    for case, *counts in zip(cases, *run_world(2, count_blocks, cases), strict=True):
+        plan = configure(case)[1].context.forward
+        pairs = [sum(pair is not None for pair in part.pairs) for part in plan.forward_parts]
+        attentions = case.steps * case.m * case.layers * (1 if "kept" in case.activations else 2)
+        # all of a group that splits heads compute the pairs of one place of the ring
+        assert counts == [attentions * n for n in pairs] * (case.cp // len(pairs)), case.name
+    assert pairs == [1, 2]
 
 
 class _Elsewhere(Rows):
