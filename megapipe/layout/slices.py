@@ -182,6 +182,6 @@ def _points(length: int, count: int, multiple: int) -> int:
     if not 1 <= count <= length // multiple:
         raise ConfigError(
             f"slices: {count} slices of a sequence of {length} tokens in multiples of {multiple}; "
-            f"there can be 1 to {length // multiple}"
+            f"there can be 1 to {length // multiple}, or {count} of {count * multiple} tokens"
         )
     return length // multiple

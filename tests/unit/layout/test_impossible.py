@@ -233,7 +233,10 @@ def configure(*overrides: str) -> Config:
                 "parallel.tp=4",
                 "parallel.sequence_parallel=true",
             ],
-            "65 slices of a sequence of 256 tokens in multiples of 4; there can be 1 to 64",
+            (
+                "65 slices of a sequence of 256 tokens in multiples of 4; there can be 1 to 64, or "
+                "65 of 260 tokens"
+            ),
         ),
         (
             ["log.timeline=[3,0]"],
