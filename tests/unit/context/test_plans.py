@@ -179,6 +179,14 @@ def changed(plan: Plan, round_: int, rank: int, pair: Pair | None) -> Plan:
             "rank 0 sends 2 bundles of keys at a time",
         ),
         (
+            Plan(
+                "own",
+                (((0, 0), (1, 1), (2, 2)), (None, None, (2, 0)), (None, (1, 0), (2, 1))),
+                {("keys", 1, 2): (1, "")},
+            ),
+            "rank 2 gets 2 bundles of keys at a time",
+        ),
+        (
             Plan("own", (((0, 0), (1, 0)), (None, (1, 1)))),
             "rank 0 does not have the keys of 0 in time for rank 1 in round 0",
         ),
