@@ -8,13 +8,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
+from megapipe.config import Config
 from megapipe.errors import DataError
+from megapipe.layout.layout import Layout
 from megapipe.ops.block_attention import CpuFlash
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity import reference
+from tests.parity.cases import END
 from tests.parity.context_faults import FAULTS, run_faults
+from tests.parity.expected import expected
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.ranks import Case, Rows, check_case, configure, run_case, run_cases
 
@@ -82,6 +88,41 @@ def test_how_often_what_is_run_again_attends() -> None:
         # all of a group that splits heads compute the pairs of one place of the ring
         assert counts == [attentions * n for n in pairs] * (case.cp // len(pairs)), case.name
     assert pairs == [1, 2]
+
+
+def run_anew(world: World, cases: Sequence[Case]) -> list[Any]:
+    """With positions that begin anew in each document."""
+
+    def anew(case: Case) -> tuple[Config, Layout]:
+        config, layout = configure(case)
+        data = config.data.model_copy(update={"reset_positions": True})
+        return config.model_copy(update={"data": data}), layout
+
+    with mock.patch("tests.parity.ranks.configure", anew):
+        return run_cases(world, cases)
+
+
+def positions_in_documents(tokens: Tensor) -> Tensor:
+    rows = []
+    for row in tokens.tolist():
+        rows.append([0])
+        for token in row[:-1]:
+            rows[-1].append(0 if token == END else rows[-1][-1] + 1)
+    return torch.tensor(rows)
+
+
+def test_positions_that_begin_anew_in_each_document() -> None:
+    """Those of the whole row, of which each rank is given its own."""
+    cases = [
+        replace(DOCUMENTS, cp=2, context="ring"),
+        Case(cp=2, documents=True, schedule="seq1f1b", slices=2, sequence=16),
+    ]
+    results = run_world(2, run_anew, cases)
+    with mock.patch.object(reference, "positions_of", positions_in_documents):
+        expected.cache_clear()
+        for i, case in enumerate(cases):
+            check_case(case, [rank[i] for rank in results])
+    expected.cache_clear()
 
 
 class _Elsewhere(Rows):

@@ -196,6 +196,11 @@ def random_batch(model: ModelConfig, b: int, s: int, seed: int, masked: float = 
     return tokens, labels, mask
 
 
+def positions_of(tokens: Tensor) -> Tensor:
+    """Positions [s] or [b, s] of the tokens [b, s]: those in the sample."""
+    return torch.arange(tokens.shape[1])
+
+
 def logits(
     params: Mapping[str, Tensor],
     model: ModelConfig,
@@ -215,7 +220,7 @@ def logits(
     if model.embedding_scale is not None:
         x = x * torch.tensor(model.embedding_scale, dtype=x.dtype)
     if model.positions == "learned":
-        x = x + params["embedding.position.weight"][: tokens.shape[1]]
+        x = x + params["embedding.position.weight"][positions_of(tokens)]
     if model.embedding_norm:
         x = _norm(x, params, "embedding.norm", model)
     x = _drop(x, noise, "embedding", 0)
