@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
+from torch import Tensor
 
+from megapipe.errors import ConfigError
+from megapipe.ops.compiler import Compiler
 from megapipe.testing import World, run_world
-from tests.parity.ranks import Case, Outcome, check_case, run_cases
+from megapipe.train.step import TrainStep
+from tests.parity.ranks import Case, Outcome, check_case, configure, run_cases
 from tests.parity.traced_compiler import traced_blocks
 
 CASES = [
@@ -64,6 +70,52 @@ def test_graphs_of_a_block(case: Case) -> None:
     check_case(case, [outcomes[0] for outcomes, _ in results])
     for _, numbers in results:
         assert numbers == [4], "two to train, two to validate or to run again"
+
+
+def written_over(name: str, index: int) -> Compiler:
+    """What a graph has given is written over once it runs for the next micro-batch."""
+
+    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+        earlier: list[Tensor] = []
+
+        def run(*args: Any) -> Any:
+            found = function(*args)
+            if earlier:
+                earlier.pop().data.copy_(found[index])
+            earlier.append(found[index])
+            return found
+
+        return run if function.__name__ == name else function
+
+    return compiler
+
+
+WRONG = [("before_attention", i, "input gradient 0") for i in (1, 2, 3)]
+WRONG += [("after_attention", 0, "output 0"), ("no graph", 0, "")]
+"""A graph, which of the tensors that leave it, and what is then wrong: of queries, keys and values
+what attention computes from them again in its backward."""
+
+
+def told_by_the_check(world: World, case: Case) -> list[str]:
+    lines = []
+    for name, index, _ in WRONG:
+        config, layout = configure(case)
+        with mock.patch("megapipe.train.kernels.torch_compile", written_over(name, index)):
+            try:
+                TrainStep(config, layout, world.mesh(case.grid))
+                lines.append("")
+            except ConfigError as error:
+                lines.append(str(error))
+    return lines
+
+
+@pytest.mark.full
+def test_the_check_finds_faults_of_graphs_around_attention() -> None:
+    """On every rank, before the first step."""
+    for lines in run_world(2, told_by_the_check, Case(cp=2, model="llama", compile=True)):
+        for (name, index, what), line in zip(WRONG, lines, strict=True):
+            told = f"kernels.compile=true: the {what} of a compiled block is "
+            assert line.startswith(told) if what else line == "", (name, index)
 
 
 @pytest.mark.slow
