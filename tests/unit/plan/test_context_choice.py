@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,15 @@ from megapipe.layout.context_checks import check_context, split_of
 from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
+from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.commands import main
 from megapipe.plan.context_choice import Cost, cost_of, costs
+from megapipe.plan.context_memory import attention_workspace
+from megapipe.plan.demand import size_text
+from megapipe.plan.report import report
+from megapipe.schedule.memory import peak_held
+
+ROOT = Path(__file__).parents[3]
 
 LONG = (
     "model.heads=32",
@@ -220,6 +228,34 @@ def test_a_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ">2:1</text>" in drawn
 
 
+def test_memory_of_the_page() -> None:
+    """What docs/context.md says of a GPU of llama_8b_128k.yaml is what --dry-run prints."""
+    page = " ".join((ROOT / "docs/context.md").read_text().split())
+    given, layout = resolve(parse([str(ROOT / "configs/llama_8b_128k.yaml")]).config, None, None)
+    text = report(given, layout)
+    (told,) = re.findall(r"^memory +at most, per process: (.*)$", text, re.MULTILINE)
+    (total,) = re.findall(r"^total +([\d.]+ GB)", text, re.MULTILINE)
+    for part in [*told.split(", "), f"total {total}"]:
+        what, amount, unit = part.rsplit(" ", 2)
+        assert re.search(rf"\| {what} \| [^|]+ \| {amount} {unit} \|", page), part
+    (stored,) = re.findall(r"0 B, where (s\^2 / n) would be (.*)$", text, re.MULTILINE)
+    assert f"if they were stored, would be {stored[1]}, {stored[0]}. None are" in page
+
+    kept = layout.local_length * (2 * 2 * given.model.hidden + 4 * given.model.heads)
+    pieces = max(peak_held(layout.schedule)) * layout.chunks
+    held = int(pieces) * 8 * kept
+    most = peak_activations(given, layout, 0)
+    workspace = attention_workspace(layout, 1, layout.local_length)
+    assert peak_activations(given, layout, 0, inside=False).device == held
+    for words in (
+        f"at most {pieces} pieces of 8 layers, {size_text(8 * kept)} each: {size_text(held)}",
+        f"The other {size_text(most.device - held)} are",
+        f"Attention takes {size_text(workspace[1])} of them",
+        f"{workspace[0] / 1e9:.3g} GB in the forward",
+    ):
+        assert words in page, words
+
+
 PICTURES: dict[str, tuple[str, ...]] = {
     "ring": (),
     "contiguous": ("context.order=contiguous",),
@@ -232,7 +268,7 @@ PICTURES: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures_of_the_page(name: str, tmp_path: Path) -> None:
-    docs, out = Path(__file__).parents[3] / "docs", tmp_path / "x.svg"
+    docs, out = ROOT / "docs", tmp_path / "x.svg"
     assert f"(context_{name}.svg)" in (docs / "context.md").read_text()
     assert main(["draw", "parallel.cp=4", *PICTURES[name], "-o", str(out)]) == 0
     assert out.read_text() == (docs / f"context_{name}.svg").read_text()
