@@ -127,7 +127,7 @@ class _Places(NamedTuple):
 
 
 def way_of(config: Config) -> Way:
-    """What a resolved configuration's own way takes, on any device. Raises :class:`ConfigError`."""
+    """A resolved configuration's own way, on any device. Raises :class:`ConfigError`."""
     return _way(config, _attention(config), _Places(config))
 
 

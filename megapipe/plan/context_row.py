@@ -7,7 +7,7 @@ from megapipe.plan.demand import milliseconds, size_text
 
 
 def row(way: Way) -> dict[str, str]:
-    """What it takes of a layer and micro-batch, by headings; a time only where that is known."""
+    """Its row in a table, by headings; a time only where that is known."""
     context, in_ring = way.context, way.rounds > 1
     found = {
         "plan": way.name if in_ring else "-",

@@ -222,7 +222,7 @@ def _context_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
 
 
 def _way_lines(config: Config, layout: Layout, speeds: Speeds) -> Iterator[str]:
-    """What attention takes, as ``scripts/context.py compare`` has it."""
+    """The chosen way to attend, as ``scripts/context.py compare`` has it."""
     if layout.model.kernels.attention is None:
         return
     known = speeds.tflops is not None
