@@ -20,9 +20,15 @@ class Entry(NamedTuple):
     """Of the samples, the one that it is of; None: all."""
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows of queries, and of keys."""
+        q, k = self.queries, self.keys
+        return q.stop - q.start, k.stop - k.start
+
+    @property
     def scores(self) -> int:
         """How many are computed of a sample."""
-        q, k = (part.stop - part.start for part in self[:2])
+        q, k = self.sizes
         return q * (q + 1) // 2 if self.causal else q * k
 
 

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from megapipe.context.positions import Positions
 from megapipe.distributed.axis import Axis
+from megapipe.layers.block_calls import Rows
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.reshard import reshard
-from megapipe.layers.ring_attention import Ring, Rows, ring_attention
+from megapipe.layers.ring_attention import Ring, ring_attention
 from megapipe.ops.scores import Scores
 
 

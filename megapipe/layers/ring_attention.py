@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megapipe.context.documents import within_documents
-from megapipe.context.entries import Entry, entries
 from megapipe.context.plan import UNDER_WAY, Kind, Message, Part, Plan
-from megapipe.context.positions import Positions
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, reduce_scatter
 from megapipe.distributed.exchange import Exchange, Letter, start_exchange
+from megapipe.layers.block_calls import BlockCall, Rows, heads_of, lse_of, rows_of
 from megapipe.ops.block_attention import BlockKernel, accumulation, merge, output_along
-from megapipe.ops.documents import Documents
-from megapipe.ops.score_blocks import ScoreBlocks
-from megapipe.ops.scores import PLAIN, Scores
+from megapipe.ops.packed_kernels import PackedKernel
 
 Tensors = tuple[Tensor, ...]
 Results = tuple[Tensor, Tensor]
@@ -48,37 +44,8 @@ class Ring:
     gathers: bool
     """Keys are gathered at once, in the place of their visits."""
     kernel: BlockKernel
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The positions of the rows of each member, and how scores are made of them."""
-
-    queries: tuple[Positions, ...]
-    keys: tuple[Positions, ...]
-    scores: Scores = PLAIN
-    documents: Documents | None = None
-    """Those at which attention ends, of all positions."""
-
-    def entries(self, queries: int, keys: int) -> Sequence[Entry]:
-        """The scores to compute between the queries of a member and the keys of another."""
-        q, k, documents = self.queries[queries], self.keys[keys], self.documents
-        found = entries(q, k)
-        if documents is None:
-            return found
-        ids = documents.ids.numpy()
-        inside: list[Entry] = documents.kept((q, k), lambda: [*within_documents(found, q, k, ids)])
-        return inside
-
-    def kernel(self, plain: BlockKernel, queries: int, keys: int, entry: Entry) -> BlockKernel:
-        """The kernel of an entry: `plain`, if that computes such scores."""
-        if self.scores.plain:
-            return plain
-        if self.scores.slopes is None:
-            return ScoreBlocks(self.scores)
-        q = self.queries[queries].rows(entry.queries.start, entry.queries.stop)
-        k = self.keys[keys].rows(entry.keys.start, entry.keys.stop)
-        return ScoreBlocks(self.scores, (q, k))
+    packed: PackedKernel | None = None
+    """Computes many blocks in one call, where attention ends at documents."""
 
 
 def ring_attention(
@@ -214,6 +181,10 @@ class _Run(ABC):
         for home, pair in enumerate(all_gather(own, self.ring.axis)):
             self._bundles["keys", home] = (pair[0], pair[1])
 
+    def calls(self, queries: int, keys: int) -> Iterator[BlockCall]:
+        """Of kernels, for the scores of a pair of bundles."""
+        return self.rows.calls(queries, keys, self.ring.kernel, self.ring.packed)
+
     @abstractmethod
     def own(self, kind: Kind) -> Tensors:
         """This rank's bundle."""
@@ -243,7 +214,7 @@ class _Forward(_Run):
         self.rounds()
         out, lse = self._result(self.me)
         for partial, its_lse in self.arrived("partial", ("queries", self.me)):
-            merge(_heads(out), lse, _heads(partial), its_lse)
+            merge(heads_of(out), lse, heads_of(partial), its_lse)
         self.finish()
         return out, lse
 
@@ -252,22 +223,15 @@ class _Forward(_Run):
 
     def compute(self, queries: int, keys: int) -> None:
         (q,), (k, v) = self.bundle("queries", queries), self.bundle("keys", keys)
-        for entry in self.rows.entries(queries, keys):
-            kernel = self.rows.kernel(self.ring.kernel, queries, keys, entry)
-            block, its_lse = kernel.forward(
-                q=_at(q, entry.queries, entry),
-                k=_at(k, entry.keys, entry),
-                v=_at(v, entry.keys, entry),
-                causal=entry.causal,
-                scale=self.rows.scores.scale,
-            )
-            whole = block.shape[::2] == (q.shape[1], len(q))
-            if queries not in self._results and whole:
-                wide = block.to(accumulation(q.dtype)).permute(2, 0, 1, 3)
-                self._results[queries] = wide, its_lse
-                continue
-            out, lse = self._result(queries)
-            merge(_at(out, entry.queries, entry), _lse_at(lse, entry), block, its_lse)
+        for call in self.calls(queries, keys):
+            for entry, block, its_lse in call.forward(q, k, v):
+                whole = block.shape[::2] == (q.shape[1], len(q))
+                if queries not in self._results and whole:
+                    wide = block.to(accumulation(q.dtype)).permute(2, 0, 1, 3)
+                    self._results[queries] = wide, its_lse
+                    continue
+                out, lse = self._result(queries)
+                merge(rows_of(out, entry.queries, entry), lse_of(lse, entry), block, its_lse)
 
     def _result(self, queries: int) -> Tensors:
         if queries not in self._results:
@@ -340,21 +304,11 @@ class _Backward(_Run):
             out = output_along(grad, dots)
         k, v = self.bundle("keys", keys)
         grads = self._grads_of("queries", queries), self._grads_of("keys", keys)
-        for entry in self.rows.entries(queries, keys):
-            kernel = self.rows.kernel(self.ring.kernel, queries, keys, entry)
-            found = kernel.backward(
-                grad=_at(grad, entry.queries, entry),
-                q=_at(q, entry.queries, entry),
-                k=_at(k, entry.keys, entry),
-                v=_at(v, entry.keys, entry),
-                out=_at(out, entry.queries, entry),
-                lse=_lse_at(lse, entry),
-                causal=entry.causal,
-                scale=self.rows.scores.scale,
-            )
-            places = (entry.queries, entry.keys, entry.keys)
-            for total, here, part in zip((*grads[0], *grads[1]), places, found, strict=True):
-                _at(total, here, entry).add_(part)
+        for call in self.calls(queries, keys):
+            for entry, found in call.backward(grad, q, k, v, out, lse):
+                places = (entry.queries, entry.keys, entry.keys)
+                for total, here, part in zip((*grads[0], *grads[1]), places, found, strict=True):
+                    rows_of(total, here, entry).add_(part)
 
     def _grads_of(self, kind: Kind, home: int) -> Tensors:
         if (kind, home) not in self._grads:
@@ -396,19 +350,3 @@ def _nothing(q: Tensor) -> Tensors:
     s, b, heads, _ = q.shape
     out = _like(q, wide=True).zero_()
     return out, out.new_full((b, heads, s), float("-inf"))
-
-
-def _heads(rows: Tensor) -> Tensor:
-    """[s, b, heads, d] -> [b, heads, s, d]."""
-    return rows.permute(1, 2, 0, 3)
-
-
-def _at(x: Tensor, rows: slice, entry: Entry) -> Tensor:
-    """Positions of [s, b, heads, d], of the entry's samples: [b or 1, heads, n, d]."""
-    return _heads(x[rows] if entry.row is None else x[rows, entry.row : entry.row + 1])
-
-
-def _lse_at(lse: Tensor, entry: Entry) -> Tensor:
-    """LSE [b, heads, s] of an entry's queries and samples."""
-    here = lse[..., entry.queries]
-    return here if entry.row is None else here[entry.row : entry.row + 1]

@@ -12,6 +12,8 @@ from torch import Tensor
 from megapipe.ops.attention_choice import Attended, torch_choice
 from megapipe.ops.block_attention import BlockKernel, CpuFlash, Explicit, accumulation, merge
 from megapipe.ops.block_kernels import Cudnn, Efficient, Flash, FlashAttnBlocks
+from megapipe.ops.documents import runs_of
+from megapipe.ops.packed_kernels import OneByOne, PackedFlash, PackedFlashAttn, PackedKernel
 from megapipe.ops.probe import (
     Candidate,
     Unavailable,
@@ -39,6 +41,19 @@ def block_candidates(given: Attended) -> list[Candidate[BlockKernel]]:
         explicit,
         Candidate("flash_attn", partial(_flash_attn, given), check, "flash-attn"),
     ]
+
+
+def packed_candidates(given: Attended, blocks: BlockKernel) -> list[Candidate[PackedKernel | None]]:
+    """The kernel of many blocks at once of the same library as that of `blocks`, which the run
+    uses; or none."""
+    check = partial(check_packs, given)
+    found: list[Candidate[PackedKernel | None]] = []
+    if isinstance(blocks, Flash):
+        found.append(Candidate("varlen", PackedFlash, check))
+    elif isinstance(blocks, FlashAttnBlocks):
+        of_package = partial(PackedFlashAttn, blocks.interface)
+        found.append(Candidate("flash_attn varlen", of_package, check, "flash-attn"))
+    return [*found, Candidate("one by one", lambda: None)]
 
 
 def _flash(given: Attended) -> BlockKernel:
@@ -109,3 +124,38 @@ def check_blocks(given: Attended, kernel: BlockKernel) -> None:
         return [out, lse, *grads]
 
     agree(kernel, Explicit(), results, given.dtype)
+
+
+_LENGTHS = {
+    True: [(1, 1), (70, 70), (1, 1), (129, 129)],
+    False: [(3, 140), (1, 2), (130, 1), (64, 64)],
+}
+"""Of queries and keys, by whether they are causal."""
+
+
+def check_packs(given: Attended, kernel: PackedKernel | None) -> None:
+    """Compare with plain arithmetic: blocks of several lengths, causal and not, among whose rows
+    some see further keys elsewhere; and where no block has more than one query.
+
+    What a kernel loads it has loaded then: its code depends on no lengths.
+    """
+    assert kernel is not None
+    scale, device = given.scores.scale, given.device
+    cases = [*_LENGTHS.items(), (True, [(1, 1)] * 3), (False, [(1, 5), (1, 1)])]
+
+    def results(of: PackedKernel, precision: torch.dtype) -> list[Tensor]:
+        found: list[Tensor] = []
+        for causal, lengths in cases:
+            runs = runs_of(lengths, device)
+            rows, keys = (sum(side) for side in zip(*lengths, strict=True))
+            q_shape, k_shape = (rows, given.heads, d := given.head_dim), (keys, given.groups, d)
+            shapes = [q_shape, k_shape, k_shape, q_shape]
+            data = small_data(shapes, given.dtype, precision, device)
+            q, k, v, grad = (x.detach() for x in data)
+            out, lse = of.forward(q, k, v, runs, causal, scale)
+            more = lse + 1 / 4  # as if there were further keys
+            found += [out, lse]
+            found += of.backward(grad, q, k, v, out, more, runs, causal, scale)
+        return found
+
+    agree(kernel, OneByOne(Explicit()), results, given.dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,14 @@ class Runs(NamedTuple):
     """[n + 1] int32: the same of keys."""
     most_q: int
     most_k: int
+
+
+def runs_of(lengths: Sequence[tuple[int, int]], device: torch.device) -> Runs:
+    """Runs of so many queries and keys each."""
+    sides = queries, keys = [list(side) for side in zip(*lengths, strict=True)]
+    ends = [list(accumulate(side, initial=0)) for side in sides]
+    near = to_device(torch.tensor(ends, dtype=torch.int32), device)
+    return Runs(near[0], near[1], max(queries), max(keys))
 
 
 def document_ids(tokens: Tensor, end: int) -> Tensor:

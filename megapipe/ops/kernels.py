@@ -16,6 +16,7 @@ from megapipe.ops.expert_rows import RowKernel, TorchRows
 from megapipe.ops.grouped import GroupedKernel, loop_product
 from megapipe.ops.loss import LossKernel, TorchLoss
 from megapipe.ops.norm import NormKernel, torch_norm
+from megapipe.ops.packed_kernels import PackedKernel
 from megapipe.ops.probe import Choice
 from megapipe.ops.rotary import RotaryKernel, torch_rotate
 from megapipe.ops.scores import Scores
@@ -47,6 +48,8 @@ class Kernels:
     attention: AttentionKernel = field(default_factory=Sdpa)
     blocks: BlockKernel | None = None
     """In the place of `attention`, where positions are split over ranks or results are kept."""
+    packed: PackedKernel | None = None
+    """Computes many of these blocks in one call, where attention ends at documents."""
     context: SplitAttention | None = None
     """Attends by these blocks."""
     norm: NormKernel = torch_norm

@@ -9,11 +9,17 @@ from megapipe.layers.context import Context
 from megapipe.layers.ring_attention import Ring
 from megapipe.layout.layout import Layout
 from megapipe.ops.block_attention import BlockKernel
+from megapipe.ops.packed_kernels import PackedKernel
 
 
-def make_context(layout: Layout, mesh: ParallelMesh, kernel: BlockKernel) -> Context:
-    """Groups and plans of this process, whose blocks are computed by `kernel`. All ranks call it,
-    where attention goes by blocks."""
+def make_context(
+    layout: Layout,
+    mesh: ParallelMesh,
+    kernel: BlockKernel,
+    packed: PackedKernel | None = None,
+) -> Context:
+    """Groups and plans of this process, whose blocks are computed by `kernel`, and many short ones
+    at once by `packed`. All ranks call it, where attention goes by blocks."""
     split = layout.split
     ring, ulysses = split.place(mesh.cp.index)
     return Context(
@@ -23,6 +29,7 @@ def make_context(layout: Layout, mesh: ParallelMesh, kernel: BlockKernel) -> Con
             backward=layout.context.backward,
             gathers=layout.context.gathers,
             kernel=kernel,
+            packed=packed,
         ),
         ulysses=_group(mesh, [split.index(ring, j) for j in range(split.ulysses)]),
     )

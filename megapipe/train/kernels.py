@@ -32,9 +32,10 @@ from megapipe.ops import (
 from megapipe.ops.attention import AttentionKernel
 from megapipe.ops.attention_choice import Attended, torch_choice
 from megapipe.ops.block_attention import BlockKernel, Explicit
-from megapipe.ops.block_choice import block_candidates
+from megapipe.ops.block_choice import block_candidates, packed_candidates
 from megapipe.ops.compiler import torch_compile
 from megapipe.ops.kernels import Kernels
+from megapipe.ops.packed_kernels import PackedKernel
 from megapipe.ops.probe import Choice, Unavailable, choose
 from megapipe.schedule.ir import Schedule
 from megapipe.train.context import make_context
@@ -52,7 +53,9 @@ def agreed_kernels(
     """
     kernels = _selected(config, layout, mesh, cut=schedule.slices > 1)
     if kernels.blocks is not None:
-        kernels = replace(kernels, context=make_context(layout, mesh, kernels.blocks))
+        kernels = replace(
+            kernels, context=make_context(layout, mesh, kernels.blocks, kernels.packed)
+        )
     if kernels.compiler is not None:
         rows = config.train.microbatch
         sizes = map(schedule.size_of, range(schedule.microbatches))
@@ -100,7 +103,9 @@ def select_kernels(
         if split is None:
             found["attention"] = _attention(wanted.attention, attended)
         else:
-            found["blocks"] = _of_blocks(config, attended, split)
+            found["blocks"] = blocks = _of_blocks(config, attended, split)
+            if attended.documents:
+                found["packed"] = _of_packs(_on_a_rank(attended, split), blocks.kernel)
     if needs.norm is not None:
         norms = norm.candidates(
             device=device, dtype=dtype, **needs.norm._asdict(), compiled=wanted.compile
@@ -184,15 +189,7 @@ def _selected(config: Config, layout: Layout, mesh: ParallelMesh, *, cut: bool) 
 
 def _of_blocks(config: Config, given: Attended, split: Split) -> Choice[BlockKernel]:
     """The kernel of blocks; the banner says why there are any, and how they are split."""
-    of_rank = replace(
-        given,
-        heads=given.heads // split.ulysses,
-        groups=max(1, given.groups // split.ulysses),
-        length=given.length // split.ring,
-        documents=False,
-        cut=False,
-        compiled=False,
-    )
+    of_rank = _on_a_rank(given, split)
     if of_rank.scores.plain:
         choice = choose("attention", config.kernels.attention, block_candidates(of_rank))
     else:
@@ -204,6 +201,25 @@ def _of_blocks(config: Config, given: Attended, split: Split) -> Choice[BlockKer
     reasons += [f"{context.plan} of {split.ring}, {context.order}"] if split.ring > 1 else []
     why = "; ".join([", ".join(reasons), *([choice.why] if choice.why else [])])
     return replace(choice, name=f"{choice.name} by blocks", why=why)
+
+
+def _of_packs(of_rank: Attended, blocks: BlockKernel) -> Choice[PackedKernel | None]:
+    """The kernel of many blocks at once, that goes with the one of blocks."""
+    choice = choose("attention", "auto", packed_candidates(of_rank, blocks))
+    return replace(choice, purpose="documents")
+
+
+def _on_a_rank(given: Attended, split: Split) -> Attended:
+    """A block of the attention of a run, whose positions are `split`."""
+    return replace(
+        given,
+        heads=given.heads // split.ulysses,
+        groups=max(1, given.groups // split.ulysses),
+        length=given.length // split.ring,
+        documents=False,
+        cut=False,
+        compiled=False,
+    )
 
 
 def _attention(wanted: str, given: Attended) -> Choice[AttentionKernel]:
