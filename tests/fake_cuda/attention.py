@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.fake_cuda.packed_attention import install_packed
+
 
 def install() -> Any:
     """Give the device the kernels; returns what keeps them there."""
@@ -181,4 +183,5 @@ def install() -> Any:
         ("efficient", efficient_backward),
     ):
         library.impl(f"_scaled_dot_product_{name}_attention_backward", of, "CUDA")
+    install_packed(library)
     return library

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megapipe.ops.attention_choice import Attended
 from megapipe.ops.block_attention import BlockKernel
-from megapipe.ops.block_choice import check_blocks
+from megapipe.ops.block_choice import check_blocks, check_packs
 from megapipe.ops.block_kernels import Cudnn, Efficient, Flash
+from megapipe.ops.packed_kernels import PackedFlash
+from megapipe.ops.scores import Scores
 from tests.fake_cuda.world import run_world
 
 KERNELS: list[tuple[BlockKernel, tuple[torch.dtype, ...]]] = [
@@ -31,3 +34,17 @@ def check_all(world: Any) -> int:
 
 def test_each_gives_what_plain_arithmetic_gives() -> None:
     assert run_world(1, check_all) == [21]
+
+
+def check_packed(world: Any) -> int:
+    checked = 0
+    for dtype in (torch.bfloat16, torch.float16):
+        for groups in (1, 2, 4):
+            given = Attended(torch.device("cuda"), dtype, 4, groups, 16, 64)
+            check_packs(replace(given, scores=Scores(scale=groups / 8)), PackedFlash())
+            checked += 1
+    return checked
+
+
+def test_the_one_of_many_blocks_gives_what_plain_arithmetic_gives() -> None:
+    assert run_world(1, check_packed) == [6]

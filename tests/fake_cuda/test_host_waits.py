@@ -32,6 +32,7 @@ CASES = [
     Case(dp=2, zero=3, rule="muon"),
     Case(cp=2, model="llama", kv_heads=2, masked=0.3),
     Case(cp=2, documents=True, sequence=12),
+    Case(cp=2, model="qwen", kv_heads=2, documents=True, dtype="bf16", sequence=24),
     Case(cp=2, context="ulysses", activations="full, attention kept"),
     PIPELINE,
     replace(PIPELINE, schedule="zb_v"),

@@ -15,6 +15,8 @@ from tests.parity.ranks import Case, check_case, run_cases
 SHARDED = Case(
     dp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", tied=False, masked=0.3, layers=4
 )
+PACKED = Case(cp=2, model="qwen", kv_heads=2, documents=True, dtype="bf16", sequence=24)
+"""Short documents of a block go to one kernel at once."""
 CASES = [
     Case(model="llama", tied=False, kv_heads=2, activations="of each some"),
     Case(dtype="bf16", offload="host", state_dtype="bf16", loss_chunk=5),
@@ -50,6 +52,8 @@ CASES = [
     Case(dp=2, ep=2, moe="top 2", layers=2, placement="changing", masked=0.3, steps=3),
     Case(cp=2, context="ulysses", masked=0.3, activations="full, attention kept"),
     Case(cp=2, model="capped", documents=True, masked=0.3, sequence=12),
+    PACKED,
+    replace(PACKED, schedule="seq1f1b", slices=2, m=2),
     Case(pp=2, m=3, documents=True, activations="full, attention kept", sequence=12),
     # four
     Case(cp=2, pp=2, documents=True, m=3, sequence=12),
