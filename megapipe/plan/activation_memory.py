@@ -10,7 +10,7 @@ from megapipe.config import Config
 from megapipe.layout.freed import sizes_of
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import Held, Peaks, bytes_of
-from megapipe.plan.context_memory import attention_workspace
+from megapipe.plan.context_memory import attention_workspace, packs_documents
 from megapipe.schedule.ir import Kind, Op
 
 _Owner = tuple[int, int, int | None]
@@ -138,7 +138,9 @@ def _piece(
     if layout.schedule.slices > 1:
         sizes = sizes._replace(sequence=lengths[slice_], before=sum(lengths[:slice_]))
         cached, gradients = model.cached(spec, sizes)
-    exchanging = attention_workspace(layout, rows, sizes.sequence, sizes.before or 0)
+    exchanging = attention_workspace(
+        layout, rows, sizes.sequence, sizes.before or 0, packs=packs_documents(config, layout)
+    )
     sizes = sizes._replace(exchanging=exchanging, imbalance=imbalance)
 
     def message(stage: int) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megapipe.config import Config
 from megapipe.context.entries import Entry, entries
+from megapipe.context.packs import PADDING, most_together
 from megapipe.context.plan import KINDS, UNDER_WAY, Kind, Message
 from megapipe.context.positions import Positions
 from megapipe.dtypes import DTYPE_BYTES
@@ -21,16 +23,32 @@ from megapipe.ops.scores import Scores
 from megapipe.plan.context_traffic import Attention
 
 
-def attention_workspace(layout: Layout, rows: int, length: int, start: int = 0) -> tuple[int, int]:
+def packs_documents(config: Config, layout: Layout) -> bool:
+    """Whether a kernel may take the short documents of a block at once."""
+    needs = layout.model.kernels.attention
+    return (
+        config.data.masks_documents
+        and layout.device == "cuda"
+        and config.model.dtype in ("bf16", "fp16")
+        and config.kernels.attention in ("auto", "flash", "flash_attn")
+        and needs is not None
+        and needs.scores.plain
+    )
+
+
+def attention_workspace(
+    layout: Layout, rows: int, length: int, start: int = 0, *, packs: bool = False
+) -> tuple[int, int]:
     """Bytes at once in the attention of a layer, forward and backward, besides its inputs, output,
     LSE and gradients in the model's type: of the member of the ring that takes most.
 
     Of `rows` samples, or of slices of `length` positions that begin at `start` of those here.
+    `packs`: :func:`packs_documents`.
     """
     needs, split = layout.model.kernels.attention, layout.split
     if needs is None or not layout.attends_by_blocks:
         return 0, 0
-    if split.cp == 1:
+    if split.cp == 1 and not packs:
         if needs.scores.plain or layout.device == "cpu":  # there the model counts it
             return 0, 0
         return Explicit.of(
@@ -49,7 +67,9 @@ def attention_workspace(layout: Layout, rows: int, length: int, start: int = 0) 
     queries = [block.rows(begin, end) for block in held.blocks]
     keys = [block.rows(0, end) for block in held.blocks]
     viewed = split.ulysses == 1 and needs.groups in (1, needs.heads)
-    whole = _Whole(own, queries, keys, viewed, end / (end - begin), needs.scores, rows)
+    whole = _Whole(own, queries, keys, viewed, end / (end - begin), needs.scores, rows, packs)
+    if split.cp == 1:
+        return whole.packed(0, 0)
     members = range(split.ring)
     return (
         max(_Replay(whole, "F", member).peak() for member in members),
@@ -71,6 +91,8 @@ class _Whole:
     scores: Scores
     rows: int
     """Samples."""
+    packs: bool
+    """A kernel may take many rectangles of a block at once."""
 
     @property
     def q(self) -> int:
@@ -100,6 +122,38 @@ class _Whole:
         """The part of a block's queries and of its keys that an entry has."""
         q = (entry.queries.stop - entry.queries.start) / self.queries[0].count
         return q, (entry.keys.stop - entry.keys.start) / self.keys[0].count
+
+    def packed(self, i: int, j: int) -> tuple[int, int]:
+        """The most that a call for many rectangles takes, forward and backward, however long the
+        documents are: copies of rows, results, and what it sets aside for each rectangle.
+
+        Rows are copied but for those of one sample that follow each other. All rectangles here have
+        half of the block's queries at most on either side; those that are not causal are one for
+        each sample and entry, and the others follow each other, unless a longer one is between.
+        """
+        found = self.entries(i, j) if self.packs else ()
+        queries, keys = self.queries[i].count, self.keys[j].count
+        forward = backward = 0
+        for causal in (True, False):
+            kind = [entry.sizes for entry in found if entry.causal == causal]
+            most_q, most_k = (
+                (
+                    sum(size if causal else min(size, queries // 2) for size in side)
+                    for side in zip(*kind, strict=True)
+                )
+                if kind
+                else (0, 0)
+            )
+            q, k = round(self.q * most_q / queries), round(self.k * most_k / keys)
+            lse = round(self.own.lse * most_q / queries)
+            copied = 1.0 if self.rows > 1 else 0.5 if causal else float(len(kind) > 1)
+            forward = max(forward, round(copied * (q + k)) + q + lse)
+            backward = max(backward, round(copied * (3 * q + k)) + lse + q + k)
+        if found:
+            heads = self.own.heads // self.own.split.ulysses
+            together = min(most_together(queries, self.rows), queries * self.rows)
+            backward += PADDING * together * heads * self.own.head_dim * self.own.main
+        return forward, backward
 
     def written_out(self, entry: Entry) -> Explicit:
         """Memory of the kernel of an entry, where none of torch's computes such scores."""
@@ -246,6 +300,7 @@ class _Replay:
             self._sum(("queries", i))
             if not self.gathers:
                 self._sum(("keys", j))
+        self.tape.pass_by(w.packed(i, j)[self.what == "I"])
         for entry in w.entries(i, j):
             q, k = w.share(entry)
             if self.what == "I":

@@ -17,7 +17,7 @@ from megapipe.context.entries import Entry
 from megapipe.context.positions import Positions
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import Grid
-from megapipe.layers import reshard, ring_attention
+from megapipe.layers import block_calls, reshard, ring_attention
 from megapipe.layers.context import Context
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.model.gpt import stage as gpt_stage
@@ -70,7 +70,7 @@ def documents_by_local_row() -> Patch:
         rows = Positions.whole(q.count), Positions.whole(k.count)
         return within_documents(found, *rows, ids)
 
-    return mock.patch.object(ring_attention, "within_documents", wrong)
+    return mock.patch.object(block_calls, "within_documents", wrong)
 
 
 def unseen_rows_have_an_lse_of_zero() -> Patch:
