@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,8 +18,9 @@ from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.attention_choice import Attended, candidates, torch_choice
 from megapipe.ops.block_attention import BlockKernel, Explicit, accumulation, merge
-from megapipe.ops.block_choice import block_candidates
-from megapipe.ops.documents import Documents
+from megapipe.ops.block_choice import block_candidates, packed_candidates
+from megapipe.ops.documents import Documents, runs_of
+from megapipe.ops.packed_kernels import OneByOne, PackedKernel
 from megapipe.ops.probe import choose
 from megapipe.testing import run_world
 from tests.parity.ranks import Case, check_case, run_cases
@@ -166,6 +168,47 @@ def test_blocks_of_attention(name: str, dtype: torch.dtype, s: int, groups: int)
     exact = run_blocks(Explicit(), [x.double() for x in inputs], s)
     usual = run_blocks(NarrowFactors(), inputs, s)
     assert_as_good(run_blocks(kernel, inputs, s), usual, exact)
+
+
+def run_packs(
+    kernel: PackedKernel, inputs: list[Tensor], lengths: list[tuple[int, int]], causal: bool
+) -> list[Tensor]:
+    """Output, LSE and gradients, as if each row saw further keys, with values of 0."""
+    q, k, v, grad = inputs
+    runs = runs_of(lengths, DEVICE)
+    out, lse = kernel.forward(q, k, v, runs, causal, None)
+    whole = (out * math.exp(-1 / 4)).to(q.dtype), lse + 1 / 4
+    return [out, lse, *kernel.backward(grad, q, k, v, *whole, runs, causal, None)]
+
+
+LENGTHS = {
+    "causal": [(n, n) for n in (1, 300, 1, 1, 77, 128)],
+    "all of one": [(1, 1)] * 5,
+    "full": [(1, 700), (5, 3), (300, 1), (128, 128), (1, 1)],
+}
+
+
+@pytest.mark.parametrize("which", LENGTHS)
+@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ["flash", "flash_attn"])
+def test_many_blocks_at_once(name: str, dtype: torch.dtype, groups: int, which: str) -> None:
+    given = Attended(DEVICE, dtype, 8, groups, 64, 512)
+    try:
+        blocks = choose("attention", name, block_candidates(given)).kernel
+    except ConfigError as error:
+        pytest.skip(str(error))  # what a kernel cannot do here, torch says
+    choice = choose("attention", "auto", packed_candidates(given, blocks))
+    assert choice.kernel is not None, choice.warnings
+    torch.manual_seed(0)
+    lengths = LENGTHS[which]
+    rows, keys = (sum(side) for side in zip(*lengths, strict=True))
+    shapes = [(rows, 8, 64), (keys, groups, 64), (keys, groups, 64), (rows, 8, 64)]
+    inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    plain, narrow = OneByOne(Explicit()), OneByOne(NarrowFactors())
+    exact = run_packs(plain, [x.double() for x in inputs], lengths, which != "full")
+    usual = run_packs(narrow, inputs, lengths, which != "full")
+    assert_as_good(run_packs(choice.kernel, inputs, lengths, which != "full"), usual, exact)
 
 
 def test_auto_takes_a_fused_kernel_for_blocks() -> None:
