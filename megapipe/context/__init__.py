@@ -2,7 +2,8 @@
 
 :mod:`~megapipe.context.positions` says which rows hold which positions,
 :mod:`~megapipe.context.split` cuts sequences over ranks, :mod:`~megapipe.context.entries` finds
-what there is to compute between a block of queries and one of keys, and
+what there is to compute between a block of queries and one of keys,
+:mod:`~megapipe.context.packs` which of it one call of a kernel computes, and
 :mod:`~megapipe.context.plan` what blocks travel so that all of it is computed once.
 :mod:`megapipe.layers.ring_attention` executes a plan.
 """

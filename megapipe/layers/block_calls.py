@@ -159,9 +159,9 @@ class Rows:
     def calls(
         self, queries: int, keys: int, kernel: BlockKernel, packed: PackedKernel | None
     ) -> Iterator[BlockCall]:
-        """What computes the scores between the queries of a member and the keys of another.
+        """Calls for the scores between the queries of a member and the keys of another.
 
-        A call for each rectangle; but with a kernel that takes many, one for those that
+        One for each rectangle; but with a kernel that takes many, one for all that
         :func:`~megapipe.context.packs.together` puts together.
         """
         scale = self.scores.scale

@@ -88,7 +88,7 @@ SUITES: dict[str, Groups] = {
     "engine/tuple_stage.py": ((f"{DIST}own_family.py",), (f"{DIST}library.py",)),
     "context/documents.py": (PLANS, RINGS, OVER_POSITIONS),
     "context/entries.py": (PLANS, RINGS),
-    "context/packs.py": ((f"{LAYER_UNITS}block_calls.py",),),
+    "context/packs.py": (("tests/unit/context/test_packs.py",), (f"{LAYER_UNITS}block_calls.py",)),
     "context/plan.py": (PLANS, RINGS),
     "context/plans.py": (PLANS, RINGS),
     "context/positions.py": (PLANS, RINGS, OVER_POSITIONS),
