@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from megapipe.ops.geglu import torch_geglu
-from megapipe.ops.swiglu import SwigluKernel, torch_swiglu
+from megapipe.ops.swiglu import SwigluKernel, torch_swiglu, torch_swiglu_and_back
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,15 @@ class Activate:
         if self.kind == "geglu_tanh":
             return torch_geglu(y)
         return self.of_parts(y)
+
+    def and_back(self, y: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The same, and what makes of its gradient that of `y`. No graph is built."""
+        if self.kind == "swiglu" and self.swiglu is torch_swiglu:
+            return torch_swiglu_and_back(y)
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            found = self(y)
+        return found.detach(), lambda grad: torch.autograd.grad(found, y, grad)[0]
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """Gate and up of [..., 2 f], or all: what :meth:`of_parts` takes."""

@@ -38,14 +38,10 @@ class TorchRows:
     def gradients(
         self, wide: Tensor, weight: Tensor, product: Callable[[], Tensor], activation: Activate
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.enable_grad():
-            wide = wide.detach().requires_grad_()
-            plain = activation(wide)  # [rows, f]
-        inner = (plain.detach() * weight.unsqueeze(1)).to(wide.dtype)
-        grad = product()
-        of_weight = (grad * plain.detach()).sum(-1, dtype=weight.dtype)
-        (grad_wide,) = torch.autograd.grad(plain, wide, grad.mul_(weight.unsqueeze(1)))
-        return inner, grad_wide, of_weight
+        plain, back = activation.and_back(wide)  # [rows, f]
+        grad, weight = product(), weight.unsqueeze(1)
+        of_weight = (grad * plain).sum(-1, dtype=weight.dtype)
+        return plain.mul_(weight), back(grad.mul_(weight)), of_weight
 
     def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         total = rows[slots[:, 0]].to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,18 +42,31 @@ class _Swiglu(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
-        out = torch.empty_like(both)
-        (gate, up), (grad_gate, grad_up) = (t.chunk(2, dim=-1) for t in (both, out))
-        _silu(gate, out=grad_up).mul_(grad)
-        torch.mul(grad, up, out=grad_gate)
-        _silu_grad(grad_gate, gate, grad_input=grad_gate)
-        return out
+        return _input_grad(both, grad)
+
+
+def _input_grad(both: Tensor, grad: Tensor, active: Tensor | None = None) -> Tensor:
+    """`active`: silu(gate), where it is known."""
+    out = torch.empty_like(both)
+    (gate, up), (grad_gate, grad_up) = (t.chunk(2, dim=-1) for t in (both, out))
+    torch.mul(_silu(gate, out=grad_up) if active is None else active, grad, out=grad_up)
+    torch.mul(grad, up, out=grad_gate)
+    _silu_grad(grad_gate, gate, grad_input=grad_gate)
+    return out
 
 
 def torch_swiglu(both: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # a compiler sees for itself what to keep
         return _gate(both)
     return _Swiglu.apply(both)
+
+
+def torch_swiglu_and_back(both: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The same, and what makes of its gradient that of gate and up; in between silu(gate) is kept.
+    No graph is built."""
+    gate, up = both.chunk(2, dim=-1)
+    active = functional.silu(gate)
+    return active * up, partial(_input_grad, both, active=active)
 
 
 def _gate(both: Tensor) -> Tensor:

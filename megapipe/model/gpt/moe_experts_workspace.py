@@ -146,15 +146,13 @@ class ExpertsWorkspace:
         of_weights = journey.home(self.weight_on_its_way, self._summed(self.weight))
         for chunk in journey.in_turn(journey.rows(self.on_its_way, self.tokens)):
             inner = chunk.here * self.inner
-            tape.take(inner)  # the activation
-            wider = inner * self.weight // self.parts.size if self.narrow else 0
-            tape.take(wider, inner)
-            tape.drop(wider)
+            kept = inner * (self.parts.model.activation == "swiglu")
+            tape.take(kept, inner)  # silu of the gate, and the activation
             tape.take(inner)  # its gradient
             tape.pass_by(inner)
             tape.take(chunk.here * self.weight)
             tape.take(chunk.here * self.wide)
-            tape.drop(2 * inner)
+            tape.drop(kept, inner)
             tape.take(chunk.here * row)
             of_x.give(chunk)
             of_weights.give(chunk)
