@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
@@ -194,13 +195,14 @@ def _context_parallel(
         return
     counts: Counter[tuple[str, Pass, Collective, int]] = Counter()
     amounts: Counter[tuple[str, Pass, Collective, int]] = Counter()
+    sent_in = cache(lambda tokens, earlier: _sent(layout, tokens, earlier, index))
     for stage in layout.process_stages(rank):
         for piece in (
             each
             for fused in (False, True)
             for each in _pieces(config, layout, stage, rank, fused=fused)
         ):
-            for of, exchanges in _sent(layout, piece.tokens, piece.earlier, index).items():
+            for of, exchanges in sent_in(piece.tokens, piece.earlier).items():
                 for sent in exchanges:
                     times = attentions(layout, stage, of, sent.axis)
                     key = sent.axis, of, sent.collective, sent.members
@@ -247,8 +249,9 @@ def token_exchanges(
 
 def _sent(layout: Layout, tokens: int, earlier: int, index: int | None) -> dict[Pass, list[Sent]]:
     """In one attention of a piece, by the context-parallel rank of an index, or by the one that
-    sends most."""
-    indices = range(layout.cp) if index is None else (index,)
+    sends most. Those that split heads send alike."""
+    members = (layout.split.index(ring, 0) for ring in range(layout.split.ring))
+    indices = members if index is None else (index,)
     ranks = [attention_traffic(layout, tokens, each, earlier) for each in indices]
     return max(ranks, key=lambda sent: sum(each.bytes for of in sent.values() for each in of))
 
