@@ -197,8 +197,8 @@ def random_batch(model: ModelConfig, b: int, s: int, seed: int, masked: float = 
 
 
 def positions_of(tokens: Tensor) -> Tensor:
-    """Positions [s] or [b, s] of the tokens [b, s]: those in the sample."""
-    return torch.arange(tokens.shape[1])
+    """Positions [1 or b, s] of the tokens [b, s]: those in the sample."""
+    return torch.arange(tokens.shape[1]).unsqueeze(0)
 
 
 def logits(
