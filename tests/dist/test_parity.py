@@ -47,23 +47,14 @@ def check(cases: list[Case], world: int) -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
-LARGE = (1, 2, 4, 8)
-"""Worlds whose pairs take minutes: a part of them is enough beside those of the others."""
-
-
-@pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param(3, marks=pytest.mark.full),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in (5, *LARGE)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
 def test_pairs(world: int) -> None:
     check([to_case(choice) for choice in choices_of_pairs()], world)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world", "every"), [(1, 11), (2, 13), (4, 29), (5, 7)])
+@pytest.mark.parametrize(("world", "every"), [(1, 11), (2, 13), (3, 4), (4, 29), (5, 7)])
 def test_some_pairs(world: int, every: int) -> None:
     """So many that there are some of most layouts."""
     cases = [to_case(choice) for choice in choices_of_pairs()]
