@@ -57,18 +57,10 @@ def assert_as_good(found: list[Tensor], usual: list[Tensor], exact: list[Tensor]
 def assert_as_good_on_average(
     found: list[Tensor], usual: list[Tensor], exact: list[Tensor]
 ) -> None:
-    """The same by the root of the mean square; and 4 times at the worst place, as a kernel that is
-    chosen may be.
-
-    Where all that differs are roundings of sums in fp32, the worst place is chance: arithmetic that
-    is as good as plain by its mean square was 0.6 to 2.2 times as far off there in nine draws.
-    """
+    """The same by the root of the mean square, which chance moves less than the worst place."""
     for i, (got, plain, right) in enumerate(zip(found, usual, exact, strict=True)):
-        errors, others = ((x.double() - right).abs() for x in (got, plain))
-        mean, allowed = (x.square().mean().sqrt().item() for x in (errors, others))
-        assert mean <= 2 * allowed, f"result {i}: {mean:.3g} off, at most {2 * allowed:.3g}"
-        worst, allowed = (x.max().item() for x in (errors, others))
-        assert worst <= 4 * allowed, f"result {i}: {worst:.3g} off, at most {4 * allowed:.3g}"
+        error, other = ((x.double() - right).square().mean().sqrt().item() for x in (got, plain))
+        assert error <= 2 * other, f"result {i}: {error:.3g} off, at most {2 * other:.3g}"
 
 
 def run_attention(kernel: AttentionKernel, inputs: list[Tensor], documents: Any) -> list[Tensor]:
@@ -184,8 +176,10 @@ def test_blocks_of_attention(name: str, dtype: torch.dtype, s: int, groups: int)
     inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
     exact = run_blocks(Explicit(), [x.double() for x in inputs], s)
     usual = run_blocks(NarrowFactors(), inputs, s)
-    check = assert_as_good if dtype in HALF else assert_as_good_on_average
-    check(run_blocks(kernel, inputs, s), usual, exact)
+    found = run_blocks(kernel, inputs, s)
+    if dtype == torch.float32:
+        assert_as_good_on_average(found, usual, exact)
+    assert_as_good(found, usual, exact)
 
 
 def run_packs(
@@ -212,10 +206,7 @@ LENGTHS = {
 @pytest.mark.parametrize("name", ["flash", "flash_attn"])
 def test_many_blocks_at_once(name: str, dtype: torch.dtype, groups: int, which: str) -> None:
     given = Attended(DEVICE, dtype, 8, groups, 64, 512)
-    try:
-        blocks = choose("attention", name, block_candidates(given)).kernel
-    except ConfigError as error:
-        pytest.skip(str(error))  # what a kernel cannot do here, torch says
+    blocks = kernel_of("attention", name, block_candidates(given))
     choice = choose("attention", "auto", packed_candidates(given, blocks))
     assert choice.kernel is not None, choice.warnings
     torch.manual_seed(0)
