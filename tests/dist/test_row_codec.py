@@ -19,6 +19,7 @@ from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Codec, Routing, expert_matrices, of_tokens
 from megapipe.layers.parameter import Sharding
+from megapipe.ops.activation import Activate
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.testing import World, run_world
 from tests.parity.bitwise import assert_bitwise, check_groups
@@ -108,6 +109,13 @@ def in_steps(seed: int) -> Tensor:
     return x
 
 
+class NoActivation(Activate):
+    """Gives what it is given."""
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return y.clone()
+
+
 def of_one_layer(world: World, form: Form, x: Tensor, grad: Tensor) -> list[Tensor]:
     """Output and gradients of experts that permute the values of their tokens."""
     mesh = world.mesh(Grid(1, 2, 1, 1, 2))
@@ -118,7 +126,7 @@ def of_one_layer(world: World, form: Form, x: Tensor, grad: Tensor) -> list[Tens
         for name, dim in (("up", 1), ("down", 2))
     )
     router = of_tokens("router", (EXPERTS, HIDDEN), 1.0)
-    layer = Experts(sharding, 0, Routing(EXPERTS, 1), lambda wide: wide, router, up, down)
+    layer = Experts(sharding, 0, Routing(EXPERTS, 1), NoActivation("none"), router, up, down)
     bucket = Bucket(0, list(owned_parameters(layer)), mesh.dp, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for entry in bucket.entries:
