@@ -54,7 +54,9 @@ def test_pairs(world: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world", "every"), [(1, 11), (2, 13), (3, 4), (4, 29), (5, 7)])
+@pytest.mark.parametrize(
+    ("world", "every"), [(1, 11), (2, 13), (3, 4), (4, 29), (5, 7)], ids=list("12345")
+)
 def test_some_pairs(world: int, every: int) -> None:
     """So many that there are some of most layouts."""
     cases = [to_case(choice) for choice in choices_of_pairs()]

@@ -4,12 +4,17 @@ A seeded sample of small changes (:mod:`places`) is made in copies of the tree, 
 the tests that cover the file (:mod:`suites`) run on each. A mutant that they all pass has survived:
 either a test is missing, or the change makes no difference. Exit code 1 if fewer than 95% of the
 mutants are noticed.
+
+A sample takes hours: with ``--verdicts FILE`` each verdict is added to a file, and a later run of
+the same sample takes those of files that have not changed since from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -18,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +36,11 @@ ROOT = Path(__file__).parents[2]
 TARGET = 0.95
 PATIENCE, GRACE_S = 4.0, 30.0
 """A mutant hangs when its tests take this many times as long as without it, and so long on top."""
+LONGEST_S = 1800.0
+"""What a group of tests may take without a mutant."""
+NOTHING = 5
+"""pytest's exit code where no test is selected."""
+SURVIVED = "SURVIVED"
 COPIED = ("megapipe", "tests", "benchmarks", "scripts", "configs", "docs")
 
 
@@ -40,7 +51,20 @@ class Trial:
     path: str
     mutant: Mutant
     groups: Groups
+    source: bytes
+    """The file without the mutant."""
     at: int = 0
+
+    @property
+    def key(self) -> str:
+        """The same in each run until the file changes."""
+        digest = hashlib.sha256(self.source).hexdigest()
+        return f"{digest[:16]} {self.path} {self.mutant.start} {self.mutant}"
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """The group that comes next."""
+        return self.groups[self.at]
 
 
 @dataclass
@@ -49,7 +73,10 @@ class Worker:
 
     tree: Path
     trial: Trial | None = None
+    changed: bool = False
+    """Whether the tests that run see the trial's mutant, or are timed without."""
     pid: int = 0
+    began: float = 0.0
     deadline: float = 0.0
     log: Path = field(init=False)
 
@@ -62,9 +89,23 @@ class Worker:
             if file.is_file():
                 shutil.copy(file, self.tree / file.name)
 
-    def start(self, tests: tuple[str, ...], seconds: float) -> None:
-        self.deadline = time.monotonic() + seconds
-        self.pid = run_tests(self.tree, tests, self.log)
+    def start(self, patience: Mapping[tuple[str, ...], float]) -> None:
+        """Begin the next group of the trial's tests, on the mutant if it is known for how many
+        seconds to wait for them, else without it."""
+        assert self.trial is not None
+        trial = self.trial
+        self.changed = trial.tests in patience
+        source = trial.mutant.apply(trial.source) if self.changed else trial.source
+        (self.tree / "megapipe" / trial.path).write_bytes(source)
+        self.began = time.monotonic()
+        self.deadline = self.began + patience.get(trial.tests, LONGEST_S)
+        self.pid = run_tests(self.tree, trial.tests, self.log)
+
+    def rest(self) -> None:
+        """End the trial; the tree is as it was."""
+        assert self.trial is not None
+        (self.tree / "megapipe" / self.trial.path).write_bytes(self.trial.source)
+        self.trial = None
 
     def poll(self) -> int | None:
         """The exit code of pytest, or None while it runs; one that hangs is killed."""
@@ -116,88 +157,89 @@ def preload() -> None:
 
 def draw(count: int, seed: int, chosen: list[str]) -> list[Trial]:
     """About `count` mutants, as many of each file as its share of all places, 4 at least."""
-    places = {path: mutants_of((ROOT / "megapipe" / path).read_bytes()) for path in chosen}
+    sources = {path: (ROOT / "megapipe" / path).read_bytes() for path in chosen}
+    places = {path: mutants_of(source) for path, source in sources.items()}
     total = sum(map(len, places.values()))
     trials = []
     for path, mutants in places.items():
         wanted = min(len(mutants), max(4, round(count * len(mutants) / total)))
         drawn = random.Random(f"{seed} {path}").sample(mutants, wanted)
-        trials += [Trial(path, mutant, SUITES[path]) for mutant in drawn]
+        trials += [Trial(path, mutant, SUITES[path], sources[path]) for mutant in drawn]
     random.Random(seed).shuffle(trials)
     return trials
 
 
-def time_without(worker: Worker, groups: set[tuple[str, ...]]) -> dict[tuple[str, ...], float]:
-    """Seconds that each group of tests takes on the tree as it is, where it has to pass."""
-    seconds = {}
-    for tests in sorted(groups):
-        begin = time.monotonic()
-        worker.start(tests, 1200.0)
-        while (code := worker.poll()) is None:
-            time.sleep(0.05)
-        if code:
-            sys.exit(f"without a mutant {' '.join(tests)} fails:\n{worker.log.read_text()}")
-        seconds[tests] = time.monotonic() - begin
-        print(f"{seconds[tests]:6.1f} s  {' '.join(tests)}", flush=True)
-    return seconds
-
-
-def run_trials(trials: list[Trial], workers: list[Worker]) -> list[Trial]:
-    """The mutants that no test notices."""
-    seconds = time_without(workers[0], {tests for trial in trials for tests in trial.groups})
-    waiting, survivors, done = list(trials), [], 0
-
-    def advance(worker: Worker) -> None:
-        assert worker.trial is not None
-        tests = worker.trial.groups[worker.trial.at]
-        worker.start(tests, GRACE_S + PATIENCE * seconds[tests])
-
+def run_trials(trials: list[Trial], workers: list[Worker]) -> Iterator[tuple[Trial, str]]:
+    """Each with its verdict, as it comes."""
+    patience: dict[tuple[str, ...], float] = {}
+    waiting = list(trials)
     while waiting or any(worker.trial for worker in workers):
         time.sleep(0.02)
         for worker in workers:
-            if (trial := worker.trial) is None:
+            if worker.trial is None:
                 if waiting:
-                    worker.trial = trial = waiting.pop()
-                    original = (ROOT / "megapipe" / trial.path).read_bytes()
-                    file = worker.tree / "megapipe" / trial.path
-                    file.write_bytes(trial.mutant.apply(original))
-                    advance(worker)
+                    worker.trial = waiting.pop()
+                    worker.start(patience)
                 continue
+            trial = worker.trial
             if (code := worker.poll()) is None:
+                continue
+            if not worker.changed:
+                tests = " ".join(trial.tests)
+                if code:
+                    why = "selects nothing" if code == NOTHING else "fails"
+                    sys.exit(f"without a mutant {tests} {why}:\n{worker.log.read_text()}")
+                seconds = time.monotonic() - worker.began
+                print(f"{seconds:6.1f} s  {tests}", flush=True)
+                patience[trial.tests] = GRACE_S + PATIENCE * seconds
+                worker.start(patience)
                 continue
             trial.at += 1
             if code == 0 and trial.at < len(trial.groups):
-                advance(worker)
+                worker.start(patience)
                 continue
-            done += 1
-            verdict = "SURVIVED" if code == 0 else "killed" if code > 0 else "killed (hung)"
-            print(f"{done}/{len(trials)} {verdict}: {trial.path}:{trial.mutant}", flush=True)
-            if code == 0:
-                survivors.append(trial)
-            shutil.copy(ROOT / "megapipe" / trial.path, worker.tree / "megapipe" / trial.path)
-            worker.trial = None
-    return survivors
+            worker.rest()
+            yield trial, SURVIVED if code == 0 else "killed" if code > 0 else "killed (hung)"
+
+
+def known(file: Path | None) -> dict[str, str]:
+    """The verdicts of earlier runs by the trials' keys."""
+    if file is None or not file.exists():
+        return {}
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return dict(json.loads(line) for line in lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", help=f"below megapipe/ (all: {', '.join(SUITES)})")
+    parser.add_argument("files", nargs="*", help=f"or folders below megapipe/: {', '.join(SUITES)}")
     parser.add_argument("--count", type=int, default=320, help="mutants in all (320)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
     parser.add_argument("--jobs", type=int, default=2, help="at a time (2)")
+    parser.add_argument("--verdicts", type=Path, metavar="FILE", help="keep them, and take them up")
     parser.add_argument("--list", action="store_true", help="print the sample, run nothing")
     given = parser.parse_args()
-    if unknown := [path for path in given.files if path not in SUITES]:
+    chosen = [path for path in SUITES if not given.files or path.startswith(tuple(given.files))]
+    if unknown := [name for name in given.files if not any(p.startswith(name) for p in chosen)]:
         parser.error(f"no tests are named for {', '.join(unknown)}: expected {', '.join(SUITES)}")
-    trials = draw(given.count, given.seed, given.files or list(SUITES))
+    trials = draw(given.count, given.seed, chosen)
     if given.list:
         for trial in trials:
             print(f"{trial.path}:{trial.mutant}")
         return 0
+    verdicts = known(given.verdicts)
+    new = [trial for trial in trials if trial.key not in verdicts]
+    print(f"{len(trials)} mutants, {len(trials) - len(new)} with a verdict", flush=True)
     preload()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         workers = [Worker(Path(folder) / f"tree{i}") for i in range(given.jobs)]
-        survivors = run_trials(trials, workers)
+        for done, (trial, verdict) in enumerate(run_trials(new, workers), 1):
+            print(f"{done}/{len(new)} {verdict}: {trial.path}:{trial.mutant}", flush=True)
+            verdicts[trial.key] = verdict
+            if given.verdicts is not None:
+                with given.verdicts.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([trial.key, verdict]) + "\n")
+    survivors = [trial for trial in trials if verdicts[trial.key] == SURVIVED]
     tried, left = Counter(t.path for t in trials), Counter(t.path for t in survivors)
     for path, count in tried.items():
         print(f"{path}: {count - left[path]} of {count} noticed")
