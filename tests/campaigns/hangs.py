@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.campaigns.campaign import Campaign, Figure, Record, limit, percentile
@@ -36,9 +36,9 @@ class Hang:
     fault: Fault
 
     def __str__(self) -> str:
-        rank, kind, step, action, hook = astuple(self.fault)
-        where = hook or f"action {action}"
-        return f"{self.layout}: rank {rank}: {kind} at {where} of step {step}"
+        fault = self.fault
+        where = fault.hook or f"action {fault.action}"
+        return f"{self.layout}: rank {fault.rank}: {fault.kind} at {where} of step {fault.step}"
 
 
 class Hangs(Campaign[Hang]):

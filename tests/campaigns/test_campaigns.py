@@ -39,7 +39,9 @@ def play(campaign: Campaign[Any], numbers: Iterable[int]) -> list[Record]:
     for number in numbers:
         folder = campaign.folder / f"trial-{number}"
         folder.mkdir(parents=True)
-        records.append(campaign.run(campaign.trial(SEED, number), folder))
+        trial = campaign.trial(SEED, number)
+        assert str(trial) != repr(trial), "a line says what is done"
+        records.append(campaign.run(trial, folder))
     assert all(figure.value for figure in campaign.figures(records))
     return records
 
