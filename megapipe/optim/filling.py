@@ -18,37 +18,41 @@ hold anything before."""
 
 
 def filled(
-    places: Iterable[tuple[Shard, Entry]], fill: Fill, threads: int = 0
+    places: Iterable[tuple[Shard, Entry, Tensor | None]], fill: Fill, threads: int = 0
 ) -> Iterator[tuple[Shard, Entry, Tensor]]:
     """Each place with what `fill` writes for it, and zeros where it lies beyond the global tensor;
     the values hold until the next are asked for.
 
-    So many `threads` call `fill` for the places ahead. All values take turns in memory for
-    `threads` + 1 of the largest: fresh memory costs as much time as reading what comes into it.
+    Where a place comes with flat memory, they are written there, and stay. So many `threads` call
+    `fill` for the places ahead. All other values take turns in memory for `threads` + 1 of the
+    largest: fresh memory costs as much time as reading what comes into it.
     """
     places = list(places)
-    dtypes = [main_dtype(shard.bucket.weights.dtype) for shard, _ in places]
+    dtypes = [main_dtype(shard.bucket.weights.dtype) for shard, _, _ in places]
     sizes = [
-        entry.spec.numel * dtype.itemsize for (_, entry), dtype in zip(places, dtypes, strict=True)
+        0 if home is not None else entry.spec.numel * dtype.itemsize
+        for (_, entry, home), dtype in zip(places, dtypes, strict=True)
     ]
     memory = [torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(threads + 1)]
 
     @torch.no_grad()  # that of the caller holds in its own thread alone
     def work(number: int) -> Tensor:
-        spec, turn = places[number][1].spec, memory[number % len(memory)]
-        values = turn[: sizes[number]].view(dtypes[number]).view(spec.sizes)
+        _, entry, home = places[number]
+        spec, turn = entry.spec, memory[number % len(memory)]
+        values = turn[: sizes[number]].view(dtypes[number]) if home is None else home
+        values = values.view(spec.sizes)
         if sum(region.numel for _, region in spec.placed()) < spec.numel:
             values.zero_()
         fill(spec, values)
         return values
 
     if threads == 0:
-        for number, (shard, entry) in enumerate(places):
+        for number, (shard, entry, _) in enumerate(places):
             yield shard, entry, work(number)
         return
     with ThreadPoolExecutor(threads) as pool:
         begun: list[Future[Tensor]] = []
-        for number, (shard, entry) in enumerate(places):
+        for number, (shard, entry, _) in enumerate(places):
             ahead = range(len(begun), min(number + threads + 1, len(places)))
             begun += [pool.submit(work, other) for other in ahead]
             yield shard, entry, begun[number].result()

@@ -374,7 +374,8 @@ class Optimizer:
 
         Masters get the values in full precision, weights in the model dtype.
         """
-        for shard, entry, values in filled(self._with_weights(), fill, threads):
+        places = ((*each, each[0].weights_in_place(each[1])) for each in self._with_weights())
+        for shard, entry, values in filled(places, fill, threads):
             shard.set_weights(entry, values)
         self._copies_are_old()
 
@@ -395,7 +396,9 @@ class Optimizer:
             shard.store.finite = 0.0  # what is loaded has been looked at
         for name in self._states():
             fill_state = functools.partial(fill, name)
-            for shard, entry, values in filled(self._with_state(name), fill_state, threads):
+            held = self._with_state(name)
+            places = ((*each, each[0].state_in_place(name, each[1])) for each in held)
+            for shard, entry, values in filled(places, fill_state, threads):
                 shard.set_state(name, entry, values)
         if self.config.look_ahead:
             self._publish_ahead()

@@ -17,7 +17,7 @@ from megapipe.distributed.mesh import Axis
 from megapipe.optim.buffers import Bucket, Entry
 from megapipe.optim.norm import squared_norm, zero_if_finite
 from megapipe.optim.reduction import Reduction
-from megapipe.optim.state_store import StatePolicy, Store
+from megapipe.optim.state_store import StatePolicy, Store, copy_into
 
 
 class Shard:
@@ -220,8 +220,23 @@ class Shard:
     def set_weights(self, entry: Entry, values: Tensor) -> None:
         """Set weights and master of a parameter to `values`, its local region in full precision."""
         if not self.bucket.sharded_weights:
-            self.bucket.view(self.bucket.weights, entry).copy_(values)
+            copy_into(self.bucket.view(self.bucket.weights, entry), values)
         self.set_state("model", entry, values)
+
+    def weights_in_place(self, entry: Entry) -> Tensor | None:
+        """The memory of a parameter's weights, flat, if it is the host's and that of the masters:
+        :meth:`set_weights` with it copies nothing."""
+        own = self.store.in_place("model", 0, 0)
+        if own is None or self.bucket.sharded_weights:
+            return None
+        return self.bucket.weights[entry.start : entry.stop]
+
+    def state_in_place(self, name: str, entry: Entry) -> Tensor | None:
+        """The memory of a parameter's state, flat, if all of it is the host's and here:
+        :meth:`set_state` with it copies nothing."""
+        if not self.start <= entry.start <= entry.stop <= self.stop:
+            return None
+        return self.store.in_place(name, entry.start - self.start, entry.stop - self.start)
 
     def set_state(self, name: str, entry: Entry, values: Tensor) -> None:
         """Set this shard's part of a state; `values` are those of the whole local region."""

@@ -92,6 +92,12 @@ class StateBytes(NamedTuple):
     windows: int
 
 
+def copy_into(target: Tensor, values: Tensor) -> None:
+    """Copy, unless the values are there already."""
+    if values.data_ptr() != target.data_ptr():
+        target.copy_(values)
+
+
 class Store:
     """Master weights and states `names` of a shard, whose `weights` [n] are in the model dtype.
 
@@ -240,6 +246,15 @@ class Store:
         self._settle(array)
         return array.values[start:stop]
 
+    def in_place(self, name: str, start: int, stop: int) -> Tensor | None:
+        """The values [start, stop) of a state if they are in host memory, in the type of masters
+        and where an update reads them: what is filled in there needs no :meth:`write`."""
+        array = self._named[name]
+        elsewhere = array.away or array.narrow or self.weights.device.type != "cpu"
+        if elsewhere or (name == MASTER and self.own_master):
+            return None
+        return self.read(name, start, stop)
+
     def write(self, name: str, start: int, stop: int, values: Tensor) -> None:
         """Set the values [start, stop) of a state, or of the master weights and the weights.
 
@@ -247,7 +262,7 @@ class Store:
         """
         array = self._named[name]
         self._settle(array)
-        array.values[start:stop].copy_(values)
+        copy_into(array.values[start:stop], values)
         array.release(start, stop)
         if name == MASTER and self.own_master:
             self.weights[start:stop].copy_(values)

@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 
 from megapipe.layers.parameter import LocalParameter
+from megapipe.optim.buffers import main_dtype
 from megapipe.optim.filling import filled
 
 
-def place(number: int, sizes: tuple[int, ...], dtype: torch.dtype, beyond: int = 0) -> Any:
-    """A shard and an entry, as far as they are looked at; `beyond` rows are padding."""
+def place(
+    number: int, sizes: tuple[int, ...], dtype: torch.dtype, beyond: int = 0, *, home: bool = False
+) -> Any:
+    """A shard and an entry, as far as they are looked at, and memory if the place has a `home`;
+    `beyond` rows are padding."""
     shape = (sizes[0] - beyond, *sizes[1:])
     spec = LocalParameter(name=f"p{number}", shape=shape, offsets=(0,) * len(sizes), sizes=sizes)
     bucket = SimpleNamespace(weights=torch.empty(0, dtype=dtype))
-    return SimpleNamespace(bucket=bucket), SimpleNamespace(spec=spec)
+    memory = torch.full((spec.numel,), -2.0, dtype=main_dtype(dtype)) if home else None
+    return SimpleNamespace(bucket=bucket), SimpleNamespace(spec=spec), memory
 
 
 TYPES = itertools.cycle([torch.float32, torch.bfloat16, torch.float64])
@@ -61,7 +66,7 @@ class Slow:
 def test_each_has_its_own_values_until_the_next_are_asked_for(threads: int) -> None:
     fill, seen, memory = Slow(threads), [], set()
     for (shard, entry, values), given in zip(filled(PLACES, fill, threads), PLACES, strict=True):
-        assert (shard, entry) == given
+        assert (shard, entry, None) == given
         time.sleep(0.002)  # others are filled meanwhile
         spec = entry.spec
         assert values.shape == spec.sizes
@@ -72,10 +77,25 @@ def test_each_has_its_own_values_until_the_next_are_asked_for(threads: int) -> N
         assert values.dtype == (torch.float32 if narrow else shard.bucket.weights.dtype)
         memory.add(values.data_ptr())
         seen.append(spec.name)
-    assert seen == [entry.spec.name for _, entry in PLACES]
+    assert seen == [entry.spec.name for _, entry, _ in PLACES]
     assert len(memory) == threads + 1
     assert fill.most == max(1, threads)
     assert (threading.get_ident() in fill.threads) == (threads == 0)
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_values_are_written_to_where_they_stay(threads: int) -> None:
+    """Those of every third place, which others do not touch."""
+    places = [place(n, (n % 5 + 2, 3), torch.float32, n % 2, home=n % 3 == 0) for n in range(40)]
+    for (_, _, values), (_, entry, home) in zip(
+        filled(places, Slow(), threads), places, strict=True
+    ):
+        assert values.shape == entry.spec.sizes
+        assert home is None or values.data_ptr() == home.data_ptr()
+    for _, entry, home in places[::3]:
+        wanted = torch.zeros(entry.spec.sizes)
+        wanted[: entry.spec.shape[0]] = number(entry.spec)
+        assert torch.equal(home.view(entry.spec.sizes), wanted)
 
 
 @pytest.mark.parametrize("threads", [0, 3])
