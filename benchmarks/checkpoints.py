@@ -7,9 +7,10 @@ to one file by large writes and an fsync; that file read again; and torch's dist
 (DCP) of the same tensors, with files synced. Of all sides the fastest rounds are compared. What was
 just written is read from the page cache, by all of them.
 
-Then a run trains with ``checkpoint.background``, by the command of users: what training waits for
-its saves, as the run's log tells, is compared with the time of a step; so is its wait for a copy in
-the node's memory (``checkpoint.memory_every``).
+Then runs train with ``checkpoint.background``, by the command of users: what training waits for
+its saves, as the run's log tells, is compared with the time of a step, and so is all that passes
+between steps beyond the usual, with ``checkpoint.keep=1``: then each save is read again and the one
+before it removed. So is a run's wait for a copy in the node's memory (``checkpoint.memory_every``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import Result, parser, report
@@ -39,6 +42,7 @@ from megapipe.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.resolve import resolve
 from megapipe.train.step import TrainStep
+from megapipe.words import counted
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 1 << 24
@@ -161,8 +165,8 @@ def disk(folder: Path, step: TrainStep, rounds: int) -> list[Result]:
 
 def trained(
     folder: Path, name: str, *start: str, quick: bool, **keys: object
-) -> tuple[float, list[str]]:
-    """Seconds of the median step of a run that `start` starts, and the lines that it tells."""
+) -> list[dict[str, Any]]:
+    """The log of a run that `start` starts."""
     settings = {
         "run.folder": folder,
         "run.name": name,
@@ -178,23 +182,46 @@ def trained(
     command = [sys.executable, *start, "train.py", *given]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     lines = (folder / name / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    step = statistics.median(r["seconds"] for r in records if r["kind"] == "step")
-    return step, [record["text"] for record in records if record["kind"] == "note"]
+    return [json.loads(line) for line in lines]
 
 
-def stall(folder: Path, *, quick: bool) -> Result:
-    """The share of its time for which a run waits for its saves."""
+def step_seconds(log: list[dict[str, Any]]) -> float:
+    """The median step."""
+    return statistics.median(r["seconds"] for r in log if r["kind"] == "step")
+
+
+def told(log: list[dict[str, Any]], pattern: str) -> list[float]:
+    """The number in each of a run's lines that has one."""
+    notes = (record["text"] for record in log if record["kind"] == "note")
+    return [float(found[1]) for text in notes if (found := re.search(pattern, text))]
+
+
+def between(log: list[dict[str, Any]]) -> list[float]:
+    """Seconds from the end of each step to the beginning of the next."""
+    steps = [record for record in log if record["kind"] == "step"]
+    return [after["time"] - after["seconds"] - step["time"] for step, after in pairwise(steps)]
+
+
+def stall(folder: Path, processes: int, *, quick: bool) -> list[Result]:
+    """The share of a step for which a run waits for a save, and for all that a save brings: until
+    what is older is removed."""
     saves = 2 if quick else 5
-    keys = {"checkpoint__every": EVERY, "checkpoint__background": "true"}
-    keys["train__steps"] = EVERY * saves + 1
-    step, texts = trained(folder, "behind", quick=quick, **keys)
-    waited = [
-        float(w[1]) for text in texts if (w := re.search(r"training waited ([\d.]+) s", text))
+    keys = {"checkpoint__every": EVERY, "checkpoint__background": "true", "checkpoint__keep": 1}
+    keys |= {"train__steps": EVERY * saves + 1, "parallel__dp": processes}
+    launch = ("-m", "megapipe.launch", "--nproc", str(processes))
+    log = trained(folder, f"behind-{processes}", *launch, quick=quick, **keys)
+    waited, step = told(log, r"training waited ([\d.]+) s"), step_seconds(log)
+    assert len(waited) == saves, log
+    gaps = between(log)
+    brought = (sum(gaps) - len(gaps) * statistics.median(gaps)) / saves
+    of = f"one step, {counted(processes, 'process')}"
+    what = {
+        "wait for a save in the background": statistics.median(waited),
+        "and for all that follows it, until older ones are removed": brought,
+    }
+    return [
+        Result(name, 100 * seconds / step, 3.0, "% of a step", of) for name, seconds in what.items()
     ]
-    assert len(waited) == saves, texts
-    share = 100 * statistics.median(waited) / step
-    return Result("wait for a save in the background", share, 3.0, "% of a step", "one step")
 
 
 def memory_stall(folder: Path, *, quick: bool) -> Result:
@@ -203,9 +230,9 @@ def memory_stall(folder: Path, *, quick: bool) -> Result:
     shares = []
     for number in range(1 if quick else 3):
         keys = {"checkpoint__memory_every": EVERY, "train__steps": EVERY + 5}
-        step, texts = trained(folder, f"copied-{number}", *launch, quick=quick, **keys)
-        (took,) = (w[1] for text in texts if (w := re.search(r"to memory in ([\d.]+) s", text)))
-        shares.append(100 * float(took) / step)
+        log = trained(folder, f"copied-{number}", *launch, quick=quick, **keys)
+        (took,) = told(log, r"to memory in ([\d.]+) s")
+        shares.append(100 * took / step_seconds(log))
     share = statistics.median(shares)
     return Result("wait for a copy in the node's memory", share, 5.0, "% of a step", "one step")
 
@@ -220,7 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place, prefix="benchmark-") as folder:
         results = disk(Path(folder), training(hidden, layers), rounds)
-        results.append(stall(Path(folder), quick=given.quick))
+        for processes in (1, 2):
+            results += stall(Path(folder), processes, quick=given.quick)
         results.append(memory_stall(Path(folder), quick=given.quick))
     report("Checkpoints", results, given.json)
     return 0

@@ -45,7 +45,8 @@ class NumbersConfig(Section):
     most_skipped: int = Field(10, ge=1)
     """Steps in a row that skip makes without an update; one more ends the run."""
     rewinds: int = Field(3, ge=1)
-    """Most times that a start of the run goes back to the same checkpoint; once more ends it."""
+    """Most times that a start of the run goes back to the same checkpoint; once more ends it, but
+    where numbers were never finite in the step that follows: then an older checkpoint is taken."""
     leave_out: int = Field(1, ge=1)
     """Batches that a rewind leaves out: that of the step, and those before it, as far as the
     checkpoint."""

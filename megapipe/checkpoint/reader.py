@@ -185,22 +185,38 @@ class Checkpoint:
         read = whole(entry.shape) if region is None else region
         return {piece.file for piece in entry.pieces if intersect(piece.region, read) is not None}
 
-    def verify(self, files: Iterable[str] | None = None, *, finite: bool = False) -> None:
+    @classmethod
+    def open_sound(
+        cls, path: Place, rank: int = 0, world: int = 1, *, threads: int | None = None
+    ) -> "Checkpoint":
+        """Open a checkpoint and :meth:`verify` this rank's share of its files, values too, where
+        `world` ranks share the work."""
+        checkpoint = cls.open(path)
+        files = sorted(checkpoint.manifest.files)
+        checkpoint.verify(files[rank::world], finite=True, threads=threads)
+        return checkpoint
+
+    def verify(
+        self,
+        files: Iterable[str] | None = None,
+        *,
+        finite: bool = False,
+        threads: int | None = None,
+    ) -> None:
         """Compare the length and the header of these files (default: all) and the checksums of all
         their pieces with the manifest, and with `finite` look at every value in them: no training
         could go on from one that is not finite.
 
-        :func:`readers` threads read. Ranks can share the work,
-        ``verify(sorted(manifest.files)[rank::world])``. Raises CheckpointError that names a damaged
-        file, or an entry with such a value.
+        So many `threads` read, by default :func:`readers`. Raises CheckpointError that names a
+        damaged file, or an entry with such a value.
         """
         names = list(self.manifest.files if files is None else files)
         self._check_lengths(names)
         for name in names:
             self._placed.pop(name, None)  # what was found sound may not be so any more
         runs = [run for name in names for run in self._runs(name)]
-        with ThreadPoolExecutor(readers(self.path)) as threads:
-            for _ in threads.map(lambda run: examine(*run, finite=finite), runs):
+        with ThreadPoolExecutor(threads or readers(self.path)) as pool:
+            for _ in pool.map(lambda run: examine(*run, finite=finite), runs):
                 pass
 
     def _header(self, file: str) -> bytes:

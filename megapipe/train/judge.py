@@ -30,19 +30,21 @@ class Fault(NamedTuple):
 
     text: str
     action: Action
+    finite: bool = True
 
 
 class Unsound(NumericError):
     """A step must not be built upon: it has made no update, or one that has to be taken back.
 
     `step` is the one whose samples are to blame, counted from 0. `rewinds` says whether the run is
-    to go back to a checkpoint.
+    to go back to a checkpoint, `finite` whether all numbers are finite all the same.
     """
 
-    def __init__(self, text: str, step: int, *, rewinds: bool) -> None:
+    def __init__(self, text: str, step: int, *, rewinds: bool, finite: bool = False) -> None:
         super().__init__(text)
         self.step = step
         self.rewinds = rewinds
+        self.finite = finite
 
 
 class Spikes:
@@ -105,7 +107,7 @@ class Judge:
 
     def not_finite(self, text: str) -> Fault:
         """The fault of values that are not finite."""
-        return Fault(text, self._config.non_finite)
+        return Fault(text, self._config.non_finite, finite=False)
 
     def passed(self, totals: Totals) -> None:
         """Note the totals of a step that was made with an update."""
@@ -118,9 +120,9 @@ class Judge:
         update, or raises :class:`Unsound`."""
         told = f"step {step + 1}: {fault.text}"
         if fault.action == "stop":
-            raise Unsound(f"{told}; {ADVICE}", step, rewinds=False)
+            raise Unsound(f"{told}; {ADVICE}", step, rewinds=False, finite=fault.finite)
         if fault.action == "rewind":
-            raise Unsound(told, step, rewinds=True)
+            raise Unsound(told, step, rewinds=True, finite=fault.finite)
         self._skipped += 1
         if self._skipped > self._config.most_skipped:
             steps = counted(self._skipped, "step")
@@ -129,6 +131,7 @@ class Judge:
                 f"{self._config.most_skipped}; {ADVICE}",
                 step,
                 rewinds=False,
+                finite=fault.finite,
             )
         return fault.text
 

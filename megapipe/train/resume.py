@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -366,6 +367,13 @@ def _failed(folder: Place, before: int, mesh: ParallelMesh) -> list[Place]:
     return [folder / name for name in json.loads(mesh.share(json.dumps(names)))]
 
 
+def mark_failed(path: Place) -> None:
+    """Let starts pass over a checkpoint from now on, as long as there is another; where its folder
+    cannot be written to they try it again."""
+    with contextlib.suppress(OSError, CheckpointError):
+        at(path.parent / f"{FAILED_PREFIX}{path.name}").replace(b"")
+
+
 def _newest(
     checkpoints: Place, skip: set[Place], skipped: list[str], mesh: ParallelMesh
 ) -> Place | None:
@@ -388,9 +396,7 @@ def verified(path: Place, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
     share of the files."""
     checkpoint, error = None, None
     try:
-        checkpoint = Checkpoint.open(path)
-        files = sorted(checkpoint.manifest.files)
-        checkpoint.verify(files[mesh.rank :: mesh.world], finite=True)
+        checkpoint = Checkpoint.open_sound(path, mesh.rank, mesh.world)
     except CheckpointError as problem:
         error = str(problem)
     first = mesh.agree(error)

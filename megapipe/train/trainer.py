@@ -159,7 +159,7 @@ class Trainer:
                 else None
             ),
         )
-        self.rewinding = Rewinding(self.saving, self.source.failed)
+        self.rewinding = Rewinding(self.saving, self.source.failed, own)
         self.stragglers = StragglerWatch(mesh, config.log.stragglers_every)
         first: list[Callback] = [
             Profiling(),
@@ -228,8 +228,6 @@ class Trainer:
                 try:
                     self._turn(step)
                 except Unsound as problem:
-                    if not problem.rewinds:
-                        raise
                     number = self.rewinding.go_back(self.context, problem)
                     continue
                 garbage.after(number)

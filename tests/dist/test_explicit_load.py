@@ -6,19 +6,15 @@ passed over is told.
 
 from __future__ import annotations
 
-import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from xxhash import xxh3_128_hexdigest
 
 from tests.parity.jobs import Outcome, arguments, tiny
 from tests.parity.launches import run_forked
-from tests.unit.checkpoint.checkpoint_worlds import edit_manifest
+from tests.parity.resealed import set_a_weight
 
 pytestmark = pytest.mark.full
 
@@ -62,25 +58,7 @@ def flipped(path: Path, at: float = 0.5) -> None:
 
 def not_finite(step: Path) -> None:
     """A NaN in a weight of the second rank, with checksums as if it had been trained so."""
-    path = shards(step)[-1]
-    data = bytearray(path.read_bytes())
-    head = 8 + struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8:head])
-    key = next(key for key in header if key.startswith("model/"))
-    start, stop = (head + offset for offset in header[key]["data_offsets"])
-    data[start : start + 4] = struct.pack("<f", float("nan"))
-    path.write_bytes(data)
-
-    def edit(body: dict[str, Any]) -> None:
-        name, _, offsets = key.partition("@")
-        (piece,) = (
-            piece
-            for piece in body["entries"][name]["pieces"]
-            if piece["file"] == path.name and ",".join(map(str, piece["offsets"])) == offsets
-        )
-        piece["xxh128"] = xxh3_128_hexdigest(data[start:stop])
-
-    edit_manifest(step, edit)
+    set_a_weight(step, float("nan"))
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {

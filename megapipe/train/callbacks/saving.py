@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 
 from megapipe.checkpoint.background import Background
+from megapipe.checkpoint.checking import Check, Removing
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import Committed
 from megapipe.checkpoint.reader import Checkpoint
@@ -30,7 +31,8 @@ class Saving(Callback):
 
     `clock` says when a checkpoint is due by time: that of rank 0 decides. `sound` are checkpoints
     of earlier starts that have been verified; those that have `failed` do not count as kept. With
-    `background` training goes on during all saves but the last.
+    `background` training goes on during all saves but the last, and while checkpoints are looked at
+    and removed.
     """
 
     def __init__(
@@ -64,6 +66,10 @@ class Saving(Callback):
         """When the save in the background began, monotonic seconds..."""
         self._waited = 0.0
         """... and for how many of them training has waited so far."""
+        self._check: Check | None = None
+        """The look at a checkpoint that has to be over before more can be said of what to keep."""
+        self._removing: Removing | None = None
+        """On rank 0: the removal under way."""
 
     def begin(self, run: Run) -> None:
         self.clock.restart()
@@ -73,9 +79,13 @@ class Saving(Callback):
 
     def wishes(self, run: Run) -> Wishes:
         ended = self._background is not None and self._background.ended
+        if self._check is not None and self._step_under_way is None:
+            ended = self._check.ended
         return Wishes(save=run.mesh.rank == 0 and self.clock.due, finish=ended)
 
     def after_step(self, run: Run, step: Step) -> None:
+        if self._removing is not None and self._removing.ended:
+            self._await_removal(run)
         if self._unproven is not None and any(
             result.step >= self._unproven
             and result.skipped is None
@@ -87,7 +97,10 @@ class Saving(Callback):
             if self._step_under_way is None and not step.stop:
                 self._remove_old(run)
         if any(result.wishes.finish for result in step.results):
-            self.finish(run, leaves=step.stop)
+            if self._step_under_way is not None:
+                self.finish(run, leaves=step.stop)
+            elif self._check is not None and not step.stop:
+                self._take_check(run, self._check)
         if step.stop:
             step.unsaved = self._too_late(run) or ""
         if (step.save or step.stop) and not step.unsaved:
@@ -167,7 +180,8 @@ class Saving(Callback):
 
     def finish(self, run: Run, *, leaves: bool = False) -> None:
         """Wait for the save in the background, if there is one, and remove old checkpoints, unless
-        the run `leaves` soon. Raises :class:`CheckpointError` on all ranks."""
+        the run `leaves` soon; wait for a removal. Raises :class:`CheckpointError` on all ranks."""
+        self._await_removal(run)
         if self._background is None or self._background.step is None:
             return
         began = time.monotonic()
@@ -189,20 +203,23 @@ class Saving(Callback):
 
     def _remove_old(self, run: Run) -> None:
         """Remove what is older than the checkpoints to keep, now that a step with finite numbers
-        has followed the newest. What cannot be verified or removed is told."""
+        has followed the newest, or begin to look at what nobody knows enough of. What cannot be
+        verified or removed is told."""
         assert self.newest is not None, "there is a checkpoint that was to be followed"
-        mesh = run.mesh
+        if self._check is not None:
+            return
+        mesh, waits = run.mesh, self._background is None
         self.folder.check(mesh)
         found = committed(self.checkpoints) if mesh.rank == 0 else []
         keys = [Committed(*key) for key in json.loads(mesh.share(json.dumps(found)))]
+        unknown: list[Place] = []
 
         def is_sound(path: Place) -> bool:
+            if path not in self._sound and waits:
+                self._judge(run, path, *verified(path, mesh))
             if path not in self._sound:
-                checkpoint, problem = verified(path, mesh)
-                self._sound[path] = checkpoint is not None and checkpoint.has_state
-                if checkpoint is None:
-                    run.note(f"a damaged checkpoint, which does not count as kept: {problem}")
-            return self._sound[path]
+                unknown.append(path)
+            return self._sound.get(path, False)
 
         paths = [self.checkpoints / key.name for key in keys]
         always = {
@@ -211,11 +228,45 @@ class Saving(Callback):
             if is_due(run.config.checkpoint.keep_every, key.step)
         }
         unneeded = outdated(paths, run.config.checkpoint.keep, self.newest, is_sound)
+        if unknown:
+            self._check = Check(unknown[0], mesh, mesh.store)
+            return
         old = [path for path in unneeded if path not in always]
         if old and mesh.rank == 0:
-            own = [path for path in old if not _has_weights_alone(path)]
-            for problem in remove(self.checkpoints, own).problems:
+            self._removing = Removing(lambda: _remove_all_but_weights(self.checkpoints, old))
+            if waits:
+                self._await_removal(run)
+
+    def _take_check(self, run: Run, check: Check) -> None:
+        """Take the outcome of a look at a checkpoint, and go on with removing."""
+        self._check = None
+        self._judge(run, check.path, *check.finish())
+        if self._unproven is None:
+            self._remove_old(run)
+
+    def _judge(self, run: Run, path: Place, checkpoint: Checkpoint | None, problem: str) -> None:
+        """Note whether a checkpoint, None if it has a `problem`, is one to go on from."""
+        self._sound[path] = checkpoint is not None and checkpoint.has_state
+        if checkpoint is None:
+            run.note(f"a damaged checkpoint, which does not count as kept: {problem}")
+
+    def distrust(self, path: Place) -> None:
+        """A checkpoint does not count as kept any more."""
+        self._sound[path] = False
+
+    def _await_removal(self, run: Run) -> None:
+        removing, self._removing = self._removing, None
+        if removing is not None:
+            for problem in removing.finish():
                 run.note(problem)
+
+    def end(self, run: Run) -> None:
+        self._await_removal(run)
+
+
+def _remove_all_but_weights(root: Place, old: list[Place]) -> list[str]:
+    """Remove checkpoints but for those of weights alone; returns the problems."""
+    return remove(root, [path for path in old if not _has_weights_alone(path)]).problems
 
 
 def _has_weights_alone(path: Place) -> bool:

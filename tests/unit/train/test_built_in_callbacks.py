@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -393,6 +394,98 @@ def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path:
     told = [note for note in reported(run).notes if not note.startswith("saved")]
     assert told[0].startswith("a damaged checkpoint, which does not count as kept: ")
     assert told[1].startswith("cannot remove ")
+
+
+def test_training_goes_on_while_a_checkpoint_is_looked_at_and_older_ones_are_removed(
+    tmp_path: Path,
+) -> None:
+    """With saves in the background: what is known is taken at the end of a later step."""
+    folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
+    checks, may_remove = list[Any](), threading.Event()
+
+    class Check:
+        """A look that ends when it is told to."""
+
+        def __init__(self, path: Path, mesh: Any, store: Any) -> None:
+            self.path, self.ended = path, False
+            checks.append(self)
+
+        def finish(self) -> tuple[Any, str]:
+            assert self.ended, "training would wait for it"
+            return WHOLE, ""
+
+    def removed(root: Path, old: list[Path]) -> list[str]:
+        assert may_remove.wait(10)
+        for path in old:
+            path.rmdir()
+        return [f"cannot remove {path} quite" for path in old]
+
+    class Background:
+        """Saves that end when they are told to."""
+
+        step: int | None = None
+        ended = False
+
+        def begin(self, root: Path, *, step: int, **given: Any) -> None:
+            self.step, self.path = step, made(root, step=step)
+
+        def finish(self) -> Path:
+            assert self.ended, "training would wait for it"
+            self.step, self.ended = None, False
+            return self.path
+
+    def after(number: int, *, finish: bool = False, **given: Any) -> None:
+        results = [replace(result(number), wishes=Wishes(finish=finish))]
+        saving.after_step(run, turn(number, results=results, **given))
+
+    def kept() -> str:
+        return "".join(sorted(path.name[-1] for path in folder.checkpoints.glob("step-*")))
+
+    run = standing_run(
+        tmp_path,
+        settings={"checkpoint": {"keep": 1}},
+        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
+    )
+    cast(Any, run.mesh).store = None
+    background: Any = Background()
+    saving = Saving(
+        folder,
+        Clock(0),
+        run_id="run",
+        corpus=cast(Any, corpus),
+        order="",
+        background=background,
+    )
+    patches = {"Check": Check, "_remove_all_but_weights": removed}
+    with mock.patch.multiple(callback_saving, **patches):
+        after(1, save=True)
+        background.ended = True
+        assert saving.wishes(run) == Wishes(finish=True)
+        after(2, save=True, finish=True)
+        assert (kept(), saving.wishes(run)) == ("12", Wishes())
+        background.ended = True
+        after(3, finish=True)
+        (check,) = checks
+        assert (check.path.name[-1], saving.wishes(run)) == ("2", Wishes())
+        after(4, save=True)
+        check.ended = True
+        assert saving.wishes(run) == Wishes(), "the save that has begun is not over"
+        background.ended = True
+        after(5, finish=True)
+        assert len(checks) == 1
+        assert saving.wishes(run) == Wishes(finish=True)
+        after(6, finish=True)
+        assert len(checks) == 2, "the one that was saved last is to be looked at"
+        checks[1].ended = True
+        after(7, finish=True)
+        assert (kept(), saving.wishes(run)) == ("124", Wishes())
+        after(8)
+        assert not [note for note in reported(run).notes if "quite" in note]
+        may_remove.set()
+        saving.end(run)
+    assert kept() == "4"
+    problems = [note for note in reported(run).notes if "quite" in note]
+    assert [note[-8:] for note in problems] == ["02 quite", "01 quite"]
 
 
 def test_a_save_for_which_there_is_no_time_is_not_begun(tmp_path: Path) -> None:

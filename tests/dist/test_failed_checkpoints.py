@@ -1,0 +1,66 @@
+"""A run's newest checkpoint holds finite values that no step can follow: an older one is taken."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.parity.jobs import Outcome, arguments, tiny
+from tests.parity.launches import run_forked
+from tests.parity.resealed import set_a_weight
+
+pytestmark = pytest.mark.full
+
+CHECKPOINTS = Path("runs/run/checkpoints")
+
+
+def train(folder: Path, **given: str) -> Outcome:
+    """Two ranks, which save each step."""
+    settings = {**tiny(folder), "parallel.pp": "2", "run.name": "run", "checkpoint.every": "1"}
+    settings |= {"checkpoint.keep": "9", "train.steps": "5", **given}
+    return run_forked(folder, 2, *arguments(settings))
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps of five, the newest of whose checkpoints is as described."""
+    folder = tmp_path_factory.mktemp("stopped")
+    assert train(folder, **{"train.stop_after": "3"}).codes == [0, 0]
+    set_a_weight(folder / CHECKPOINTS / "step-00000003", 3e38)
+    return folder
+
+
+def test_the_next_start_passes_over_it(stopped: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(stopped, tmp_path / "here"))
+    outcome = train(folder)
+    newest = CHECKPOINTS / "step-00000003"
+    outcome.assert_one_line(6, "step 4: ", "not finite", "it is the first one after ", str(newest))
+    assert (folder / CHECKPOINTS / ".failed-step-00000003").exists()
+    outcome = train(folder)
+    assert outcome.codes == [0, 0], outcome.text
+    assert f"{CHECKPOINTS}/step-00000002 at step 2 of 5" in outcome.text
+
+
+def test_a_run_that_goes_back_takes_an_older_one(stopped: Path, tmp_path: Path) -> None:
+    """Once it has tried other samples."""
+    folder = Path(shutil.copytree(stopped, tmp_path / "here"))
+    outcome = train(folder, **{"numbers.non_finite": "rewind", "numbers.rewinds": "2"})
+    assert outcome.codes == [0, 0], outcome.text
+    back = [line for line in outcome.text.splitlines() if "gone back from step 4 to step " in line]
+    assert [line.partition(" to step ")[2][0] for line in back] == ["3", "3", "2"]
+    assert "step-00000003 is passed over from now on" in outcome.text
+    assert (folder / CHECKPOINTS / "step-00000005").exists()
+
+
+def test_a_checkpoint_that_steps_have_followed_is_no_worse_for_it(
+    stopped: Path, tmp_path: Path
+) -> None:
+    """Steps that come later are not finite for their samples."""
+    folder = Path(shutil.copytree(stopped, tmp_path / "here"))
+    shutil.rmtree(folder / CHECKPOINTS / "step-00000003")
+    too_fast = {"optimizer.lr": "1e30", "optimizer.min_lr": "1e30", "run.resume_changes": "allow"}
+    outcome = train(folder, **{"checkpoint.every": "9", "optimizer.clip": "null", **too_fast})
+    assert set(outcome.codes) == {6}, outcome.text
+    assert not list((folder / CHECKPOINTS).glob(".failed-*"))
