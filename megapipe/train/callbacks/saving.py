@@ -105,6 +105,8 @@ class Saving(Callback):
             step.unsaved = self._too_late(run) or ""
         if (step.save or step.stop) and not step.unsaved:
             run.check_settled()
+            if step.last and not step.stop:
+                self._keep_no_more(run)
             self._note_irregular(run, step.number)
             self.save(run, step.number, wait=step.last or step.stop)
 
@@ -194,8 +196,19 @@ class Saving(Callback):
             path,
             f" in {now - self._began:.1f} s, of which training waited {self._waited:.3f} s",
         )
-        if self._unproven is None and not leaves:
+        if leaves:
+            return
+        if self._check is not None and run.mesh.share("ended" if self._check.ended else ""):
+            self._take_check(run, self._check)
+        elif self._unproven is None:
             self._remove_old(run)
+
+    def _keep_no_more(self, run: Run) -> None:
+        """Wait until all that is not to be kept is removed, as far as steps have proven it."""
+        self.finish(run)
+        while self._check is not None:
+            self._take_check(run, self._check)
+        self._await_removal(run)
 
     def _note(self, run: Run, path: Place, more: str = "") -> None:
         self.newest = path
@@ -203,11 +216,12 @@ class Saving(Callback):
 
     def _remove_old(self, run: Run) -> None:
         """Remove what is older than the checkpoints to keep, now that a step with finite numbers
-        has followed the newest, or begin to look at what nobody knows enough of. What cannot be
-        verified or removed is told."""
+        has followed the newest; with saves in the background those do not count as kept at which
+        ranks have yet to look, which they begin to. What cannot be verified or removed is told."""
         assert self.newest is not None, "there is a checkpoint that was to be followed"
         if self._check is not None:
             return
+        self._await_removal(run)
         mesh, waits = run.mesh, self._background is None
         self.folder.check(mesh)
         found = committed(self.checkpoints) if mesh.rank == 0 else []
@@ -230,7 +244,6 @@ class Saving(Callback):
         unneeded = outdated(paths, run.config.checkpoint.keep, self.newest, is_sound)
         if unknown:
             self._check = Check(unknown[0], mesh, mesh.store)
-            return
         old = [path for path in unneeded if path not in always]
         if old and mesh.rank == 0:
             self._removing = Removing(lambda: _remove_all_but_weights(self.checkpoints, old))
