@@ -40,7 +40,7 @@ CASES = {
     "dp2 pp2 zero 0": {**DP, "optimizer.zero": "0"},
     "dp2 pp2 disk": {**DP, "optimizer.offload": "disk", "optimizer.state_dtype": "bf16"},
 }
-PART = {"dp2 pp2 zero 3": [], "tp2 pp2 validated after the fact": pytest.mark.full}
+PART = {"dp2 pp2 zero 3": []}
 """Marks of those that are not slow."""
 
 

@@ -143,6 +143,7 @@ def test_the_loss_of_the_node_where_all_meet(tmp_path: Path) -> None:
     assert_as_if_whole(tmp_path, nodes.settings)
 
 
+@pytest.mark.slow
 def test_a_lost_node_costs_the_steps_since_the_last_copy_in_memory(tmp_path: Path) -> None:
     """The one that is left has its own copy and that of the lost node; no checkpoint is there."""
     given = {"checkpoint.every": "0", "checkpoint.memory_every": "2"}

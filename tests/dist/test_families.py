@@ -77,7 +77,13 @@ def first_steps(world: World, layout: Case) -> list[tuple[Tensor, Parts]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.tp > 2))
+        for each in LAYOUTS
+    ],
+)
 def test_logits_and_gradients_equal_transformers(layout: Case) -> None:
     results = run_world(layout.tp * layout.pp, first_steps, layout)
     with as_cases():

@@ -87,8 +87,11 @@ def alone() -> dict[str, tuple[list[Any], list[float]]]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "grid",
-    [Grid(tp=2), Grid(pp=2), Grid(pp=2, tp=2)],
-    ids=["tp2", "pp2", "tp2 pp2"],
+    [
+        pytest.param(Grid(tp=2), id="tp2", marks=pytest.mark.slow),
+        pytest.param(Grid(pp=2), id="pp2", marks=pytest.mark.slow),
+        pytest.param(Grid(pp=2, tp=2), id="tp2 pp2"),
+    ],
 )
 def test_texts_and_likelihoods_are_those_of_one_process(
     grid: Grid, alone: dict[str, tuple[list[Any], list[float]]]

@@ -92,7 +92,7 @@ def test_every_layout_trains_the_same_adapters(cases: list[Case]) -> None:
     check(cases)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_begins_with_a_base_and_goes_on_at_another_layout(tmp_path: Path) -> None:
     """Bitwise at its own layout; the base stays as it was; a merged export is the model."""
     base = str(tmp_path / "runs/base")

@@ -80,7 +80,7 @@ def test_empty_rows_change_nothing(world: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_empty_rows_change_nothing_in_more_layouts(world: int) -> None:
     check_groups(of_world(world)[[0, 2, 1, 0, 0][world] :])
 

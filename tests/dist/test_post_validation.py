@@ -237,7 +237,7 @@ def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layers_with_experts() -> None:
     """A choice of what is undone is made again."""
     check(

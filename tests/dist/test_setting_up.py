@@ -28,7 +28,7 @@ SHORT = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
 
 
 def each(*places: str) -> Any:
-    """Of the ranks and places each one in every run of CI, all pairs with `slow`."""
+    """Each place with one of the ranks in CI, all pairs with `slow`."""
     return pytest.mark.parametrize(
         ("place", "rank"),
         [

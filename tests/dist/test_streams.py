@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -99,6 +100,11 @@ ALONE = [
 ]
 
 
+def some_by_default(*values: Any) -> list[Any]:
+    """The first two are run by default, the others in CI."""
+    return [*values[:2], *(pytest.param(value, marks=pytest.mark.full) for value in values[2:])]
+
+
 def check(cases: Sequence[Case]) -> None:
     ranks = run_world(cases[0].world, run_stale_cases, cases, timeout_s=60 + 10 * len(cases))
     for number, case in enumerate(cases):
@@ -108,7 +114,7 @@ def check(cases: Sequence[Case]) -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
-@pytest.mark.parametrize("weights", [*POLICIES, "double_group"])
+@pytest.mark.parametrize("weights", some_by_default(*POLICIES, "double_group"))
 def test_a_process_trains_as_the_definitions_say(weights: str) -> None:
     check([case for case in ALONE if case.weights == weights])
 
@@ -153,7 +159,7 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", some_by_default(2, 3, 4))
 def test_processes_train_as_the_definitions_say(world: int) -> None:
     check([case for case in SEVERAL if case.world == world])
 

@@ -68,7 +68,9 @@ def check_run(folder: Path, steps: int) -> None:
 EIGHT = {**SMALL, "train.global_batch": "8", "model.layers": "4"}
 
 
-@pytest.mark.parametrize("visible", ["3 5", "0,1 0,1", ""])
+@pytest.mark.parametrize(
+    "visible", ["3 5", *(pytest.param(v, marks=pytest.mark.full) for v in ("0,1 0,1", ""))]
+)
 def test_two_devices(visible: str, tmp_path: Path) -> None:
     """One that each process sees, two that both see, two of eight that both see; and resuming."""
     settings = {**tiny(tmp_path), **SMALL, "parallel.pp": "2"}
@@ -80,6 +82,7 @@ def test_two_devices(visible: str, tmp_path: Path) -> None:
     check_run(tmp_path, 6)
 
 
+@pytest.mark.full
 def test_quickstart_on_eight_devices_goes_on_in_another_layout(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **EIGHT}
     reports = run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))

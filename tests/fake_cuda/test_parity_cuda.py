@@ -89,7 +89,7 @@ def check(cases: list[Case], world: int) -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_parity(world: int) -> None:
     check(CASES, world)
 
