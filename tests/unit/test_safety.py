@@ -238,8 +238,11 @@ def test_what_processes_of_a_job_show(tmp_path: Path) -> None:
     assert not open_at & {8 * "0", 32 * "0"}, "all interfaces, of both kinds"
 
 
-def lines(folder: Path, *, own: bool = True, device: str = "cpu", **given: Any) -> list[str]:
-    """The lines of a run that goes on from a checkpoint at `folder`, but for the first ones."""
+def lines(
+    folder: Path, *, own: bool = True, weights: bool = False, device: str = "cpu", **given: Any
+) -> list[str]:
+    """The lines of a run that goes on from a checkpoint at `folder`, or begins with its weights,
+    but for the first ones."""
     config, layout = resolve(parse([f"{k}={v}" for k, v in given.items()]).config, 1, 257)
     coordinates = {"threads": torch.get_num_threads() + 1}
     checkpoint = SimpleNamespace(path=folder, manifest=SimpleNamespace(coordinates=coordinates))
@@ -258,8 +261,8 @@ def lines(folder: Path, *, own: bool = True, device: str = "cpu", **given: Any) 
             streaming=None,
         ),
     )
-    source: Any = Source(checkpoint, is_own=own)  # type: ignore[arg-type]
-    return [*opening(run, source, Changes())][3:]
+    begun: dict[str, Any] = {"weights": checkpoint} if weights else {"checkpoint": checkpoint}
+    return [*opening(run, Source(is_own=own, **begun), Changes())][3:]
 
 
 def test_what_a_resumed_run_may_not_expect_is_told(tmp_path: Path) -> None:
@@ -278,6 +281,8 @@ def test_what_a_resumed_run_may_not_expect_is_told(tmp_path: Path) -> None:
     (told,) = lines(tmp_path, device="cuda")
     words = f"{tmp_path / 'manifest.json'} may be written by every user"
     assert told == f"{words}: whoever that is decides what is trained on"
+    (again,) = lines(tmp_path, weights=True)
+    assert again == told
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may give files away")
