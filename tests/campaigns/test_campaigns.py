@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def test_files_that_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """And a reader that looks at no bytes is noticed."""
     campaign = Damages(tmp_path)
     records = play(campaign, range(1, 6))
+    assert records[0]["live"]
     records += play(campaign, range(7, 12))
     assert {record["kind"] for record in records} == {"flip", "truncation"}
     monkeypatch.setattr(Checkpoint, "verify", lambda self, files=None, **_: None)
@@ -92,6 +94,13 @@ def test_a_trial_follows_from_its_seed_and_number() -> None:
     assert len({kill.phase for kill in inside}) > len(PHASES) / 2
     assert len({kill.rank for kill in drawn}) > 4
     assert all(isinstance(kill, Kill) and str(kill) for kill in drawn)
+
+
+def test_a_live_optimizer_is_asked_to_load_damage_of_each_kind() -> None:
+    campaign = Damages(Path("nowhere"))
+    period = [campaign.trial(SEED, number) for number in range(damage.PERIOD)]
+    assert Counter(trial.kind for trial in period) == {"edit": 1, "truncation": 5, "flip": 50}
+    assert [trial.kind for trial in period if trial.is_live] == ["edit", "truncation", "flip"]
 
 
 def test_each_campaign_has_trials_here() -> None:
