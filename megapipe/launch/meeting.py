@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from megapipe import heartbeat
 from megapipe.answers import Mute, within
 from megapipe.launch.endpoints import Endpoint, Nodes
-from megapipe.launch.listening import listen, listen_beside
+from megapipe.launch.listening import STORE, Tell, at_home, listen, listen_beside
 from megapipe.launch.stores import ANSWER_S, open_tcp_store
 from megapipe.words import counted
 
@@ -86,6 +86,8 @@ class Meeting(RendezvousHandler):
         """This node's among them: its number in the order of the nodes."""
         self._pulses = _Pulses(self._ask)
         self._news = ""
+        self._doubts: set[str] = set()
+        """Lines on where stores listen that the user has been told."""
 
     @property
     def where(self) -> str:
@@ -119,7 +121,8 @@ class Meeting(RendezvousHandler):
         """Take part in the next round; returns its store, and this node's place among the nodes."""
         if self.nodes.most == 1:
             self.members, self.place = 1, 0
-            return _info(*_host_store(Endpoint("localhost", 0), self._reach_s), 0, 1)
+            here = Endpoint("localhost", 0)
+            return _info(*_host_store(here, self._reach_s, self._doubt), 0, 1)
         while True:
             try:
                 self._store = self._store or self._enter()
@@ -142,6 +145,12 @@ class Meeting(RendezvousHandler):
     def _say(self, news: str) -> None:
         if news and self.place == 0:
             heartbeat.say(news)
+
+    def _doubt(self, line: str) -> None:
+        """Tell a line on where a store listens, of several stores once."""
+        if line not in self._doubts:
+            self._doubts.add(line)
+            heartbeat.say(line)
 
     def newcomers(self) -> int:
         """How many nodes wait for the next round, of which some could be taken in now.
@@ -170,9 +179,10 @@ class Meeting(RendezvousHandler):
         """The store of a meeting that there is at one of the endpoints."""
         for endpoint in self._endpoints:
             with contextlib.suppress(OSError, RuntimeError, ValueError):
-                socket.create_connection(endpoint, timeout=REACH_S).close()
+                place = at_home(endpoint.host), endpoint.port
+                socket.create_connection(place, timeout=REACH_S).close()
                 self._at = endpoint
-                return open_tcp_store(*endpoint, ANSWER_S)
+                return open_tcp_store(*place, ANSWER_S)
         return None
 
     def _opened(self, waited: float) -> Store | None:
@@ -180,14 +190,15 @@ class Meeting(RendezvousHandler):
         for turn, endpoint in enumerate(self._endpoints):
             if waited < turn * TURN_S or not _is_here(endpoint.host):
                 continue
+            place = at_home(endpoint.host), endpoint.port
             try:
-                listening = listen(*endpoint)
+                listening = listen(*endpoint, STORE, self._doubt)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise RendezvousConnectionError(f"{endpoint}: {error.strerror}") from None
                 return None  # another has come first
             self._at = endpoint
-            return open_tcp_store(*endpoint, ANSWER_S, hosts=True, listening=listening)
+            return open_tcp_store(*place, ANSWER_S, hosts=True, listening=listening)
         return None
 
     def _take_part(self) -> RendezvousInfo | None:
@@ -206,7 +217,7 @@ class Meeting(RendezvousHandler):
         self.members, self.place = len(self._tickets), self._tickets.index(ticket)
         at = Endpoint(end.host, end.port)
         try:
-            store = own_store or open_tcp_store(*at, self._reach_s)
+            store = own_store or open_tcp_store(at_home(at.host), at.port, self._reach_s)
         except (Mute, RuntimeError, ValueError) as error:
             raise RendezvousConnectionError(f"the first node at {at}: {error}") from None
         return _info(store, at, self.place, self.members)
@@ -259,7 +270,7 @@ class Meeting(RendezvousHandler):
             return (float("inf") if known is None else known, other)
 
         taken = [ticket, *sorted({*alive} - {ticket}, key=place)][: self.nodes.most]
-        store, at = _host_store(self._at, self._reach_s)
+        store, at = _host_store(self._at, self._reach_s, self._doubt)
         own = _End(sorted(taken, key=place), *at)
         said = self._ask(lambda s: s.compare_set(f"{here}/closed", "", json.dumps(own)))
         end = _End(*json.loads(said))
@@ -326,11 +337,11 @@ class _Pulses:
         return now - since, risen
 
 
-def _host_store(near: Endpoint, timeout_s: float) -> tuple[Store, Endpoint]:
+def _host_store(near: Endpoint, timeout_s: float, tell: Tell) -> tuple[Store, Endpoint]:
     """A store at a free port of this host, and where those find it who know the endpoint `near`."""
-    listening, host = listen_beside(*near)
+    listening, host = listen_beside(*near, STORE, tell)
     port = listening.getsockname()[1]
-    store = open_tcp_store(host, port, timeout_s, hosts=True, listening=listening)
+    store = open_tcp_store(at_home(host), port, timeout_s, hosts=True, listening=listening)
     return store, Endpoint(host, port)
 
 

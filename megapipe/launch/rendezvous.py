@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
+from megapipe import heartbeat
 from megapipe.answers import Mute
 from megapipe.errors import DataError, LaunchError
-from megapipe.launch.listening import listen
+from megapipe.launch.listening import STORE, at_home, listen
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.stores import open_tcp_store
 from megapipe.words import ranges
@@ -61,16 +62,18 @@ def _tcp_store(info: LaunchInfo, timeout_s: float) -> Store:
     listening = None
     if info.hosts:
         _until_there(lambda: socket.getaddrinfo(info.address, info.port), timeout_s)
-        listening = listen(info.address, info.port)
+        listening = listen(info.address, info.port, STORE, heartbeat.say)
     else:
-        place = (info.address, info.port)
+
+        def connect() -> None:
+            place = (at_home(info.address), info.port)
+            socket.create_connection(place, timeout=timeout_s).close()
+
         hint = "" if info.hosted else "; look whether rank 0 was started, and how it ended"
-        _until_there(
-            lambda: socket.create_connection(place, timeout=timeout_s).close(), timeout_s, hint
-        )
+        _until_there(connect, timeout_s, hint)
     try:
         return open_tcp_store(
-            info.address,
+            at_home(info.address),
             info.port,
             timeout_s,
             world=info.world,

@@ -6,6 +6,7 @@ import errno
 import socket
 import time
 
+from megapipe.launch.listening import at_home
 from megapipe.launch.place import LaunchInfo
 
 DYING_S = 1.0
@@ -39,7 +40,7 @@ def _is_taken(info: LaunchInfo) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((info.address, info.port))
+            probe.bind((at_home(info.address), info.port))
         except socket.gaierror:  # nor does rank 0 know the address, if it is on this host
             return info.local_rank > 0
         except OSError as error:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
+from megapipe import heartbeat
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config import Config
 from megapipe.data.build import Past
+from megapipe.data.prepare.leftovers import remove_leftovers
 from megapipe.data.sources import Sources, load_sources
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data_config import DataConfig
@@ -31,13 +34,19 @@ PATIENCE = datetime.timedelta(days=7)
 def prepare_on_all(
     config: Config, tokenizer: Tokenizer, mesh: ParallelMesh, *, local_rank: int
 ) -> Sources:
-    """The corpora; one process of each node prepares them before the others ask for them.
+    """The corpora; one process of each node prepares them before the others ask for them, and
+    removes what killed jobs have left of others in the cache, which may be the node's own.
 
     Raises a :class:`MegapipeError` of any rank on all of them.
     """
-    prepared = on_all(
-        mesh, local_rank, lambda: load_sources(config, tokenizer, progress=mesh.rank == 0)
-    )
+
+    def load() -> Sources:
+        sources = load_sources(config, tokenizer, progress=mesh.rank == 0)
+        if local_rank == 0:
+            remove_leftovers(Path(config.data.cache), heartbeat.say)
+        return sources
+
+    prepared = on_all(mesh, local_rank, load)
     _compare_ranks(prepared, config.data, mesh)
     return prepared
 

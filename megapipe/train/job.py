@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megapipe import heartbeat
 from megapipe.cli import Command, flatten, show
 from megapipe.config import Config
 from megapipe.data.tokenizer import load_tokenizer
@@ -108,12 +109,13 @@ def start(
     try:
         if info.world > 1:
             several = info.local_world < info.world
+            hub = info.address, info.port, "the process that watches the nodes"
             watch = Watch(
                 store,
                 info.rank,
                 timeout,
                 Path(config.run.folder) / config.run.name / "hangs",
-                listen=partial(listen_beside, info.address, info.port) if several else None,
+                listen=partial(listen_beside, *hub, heartbeat.say) if several else None,
                 flight_record=flight_record,
                 end=ending.hangs,
             )

@@ -9,6 +9,7 @@ import torch
 
 from megapipe.checkpoint.durable import foreign
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.storage import Place
 from megapipe.layout.checks import shortened
 from megapipe.plan.report import met_by_a_token
 from megapipe.train.callbacks.callback import Run
@@ -40,6 +41,7 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
             )
     if source.weights is not None:
         yield f"begins with the weights of {source.weights.path}"
+        yield from _of_others(run, source.weights.path)
 
 
 def _of_checkpoint(run: Run, checkpoint: Checkpoint, *, is_own: bool) -> Iterator[str]:
@@ -53,10 +55,12 @@ def _of_checkpoint(run: Run, checkpoint: Checkpoint, *, is_own: bool) -> Iterato
             f"threads of a process (OMP_NUM_THREADS) were {before} and are {now}: sums differ in "
             "their last bits from those of a run that did not stop"
         )
-    path, doubt = checkpoint.path, None
-    if run.mesh.rank == 0 and isinstance(path, Path):
-        doubt = foreign(path)
-    if doubt is not None:
+    yield from _of_others(run, checkpoint.path)
+
+
+def _of_others(run: Run, path: Place) -> Iterator[str]:
+    """A line on what a run begins from, if others may have written it."""
+    if run.mesh.rank == 0 and isinstance(path, Path) and (doubt := foreign(path)) is not None:
         yield f"{doubt}: whoever that is decides what is trained on"
 
 

@@ -1,8 +1,8 @@
 """Damage to the files of a checkpoint: bits, lengths, and which files there are.
 
 Of every 56 trials 50 flip a bit, five cut a file and one edits the set of files. All are refused by
-the look that a resuming run takes at a checkpoint, and the older one is taken. For all edits and as
-many flips a live optimizer is asked to load it, and has to be as it was.
+the look that a resuming run takes at a checkpoint, and the older one is taken. For all edits, and
+as many cut files and flips, a live optimizer is asked to load it, and has to be as it was.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Damages(Campaign[Damage]):
         if place == 0:
             return Damage("edit", list(EDITS)[number // PERIOD % len(EDITS)], seed, True)
         if place <= 5:
-            return Damage("truncation", "a file is cut", seed, False)
+            return Damage("truncation", "a file is cut", seed, place == 1)
         return Damage("flip", "a bit is flipped", seed, place == 6)
 
     def run(self, trial: Damage, folder: Path) -> Record:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import importlib
 import random
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,10 @@ from typing import Any
 import pytest
 
 from megapipe.checkpoint import Checkpoint
-from tests.campaigns import damage, fuzz, run
+from tests.campaigns import damage, fuzz, hangs, run
 from tests.campaigns.campaign import Campaign, Figure, Record
 from tests.campaigns.damage import Damages
-from tests.campaigns.disk import Disks
+from tests.campaigns.disk import FAULTS, Disks
 from tests.campaigns.fuzz import Fuzz
 from tests.campaigns.goodput import Costs, Goodput, expected, measure
 from tests.campaigns.hangs import Hangs
@@ -28,7 +30,7 @@ from tests.campaigns.phases import PHASES
 from tests.campaigns.preemptions import Preemptions
 from tests.campaigns.report import HEAD, replace_figures
 from tests.campaigns.resumes import Resumes
-from tests.campaigns.runs import Layout
+from tests.campaigns.runs import LAYOUTS, Layout
 
 SEED = 7
 
@@ -51,6 +53,7 @@ def test_files_that_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """And a reader that looks at no bytes is noticed."""
     campaign = Damages(tmp_path)
     records = play(campaign, range(1, 6))
+    assert records[0]["live"]
     records += play(campaign, range(7, 12))
     assert {record["kind"] for record in records} == {"flip", "truncation"}
     monkeypatch.setattr(Checkpoint, "verify", lambda self, files=None, **_: None)
@@ -92,6 +95,32 @@ def test_a_trial_follows_from_its_seed_and_number() -> None:
     assert len({kill.phase for kill in inside}) > len(PHASES) / 2
     assert len({kill.rank for kill in drawn}) > 4
     assert all(isinstance(kill, Kill) and str(kill) for kill in drawn)
+
+
+def test_a_live_optimizer_is_asked_to_load_damage_of_each_kind() -> None:
+    campaign = Damages(Path("nowhere"))
+    period = [campaign.trial(SEED, number) for number in range(damage.PERIOD)]
+    assert Counter(trial.kind for trial in period) == {"edit": 1, "truncation": 5, "flip": 50}
+    assert [trial.kind for trial in period if trial.is_live] == ["edit", "truncation", "flip"]
+
+
+def documented() -> dict[str, tuple[int, str]]:
+    """The trials of each campaign, and what is done in them, in the document for users."""
+    page = (Path(__file__).parents[2] / "docs/reliability.md").read_text(encoding="utf-8")
+    table = page.partition("| campaign | trials | what is done")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| (.+) \|$", table, re.MULTILINE)
+    return {name: (int(trials.replace(",", "")), text) for name, trials, text in rows}
+
+
+def test_the_document_has_the_trials_of_each_campaign() -> None:
+    """Those of `disk` follow from a save: test_disks_that_fail."""
+    told = documented()
+    assert told.keys() == run.CAMPAIGNS.keys()
+    for name, kind in run.CAMPAIGNS.items():
+        assert kind is Disks or told[name][0] == kind.full, name
+    layouts = {name: re.search(r" in (\d+) layouts", text) for name, (_, text) in told.items()}
+    said = {name: int(found[1]) for name, found in layouts.items() if found}
+    assert said == {"kills": len(LAYOUTS), "resumes": len(LAYOUTS), "hangs": len(hangs.LAYOUTS)}
 
 
 def test_each_campaign_has_trials_here() -> None:
@@ -230,7 +259,10 @@ def test_a_job_that_is_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_disks_that_fail(tmp_path: Path) -> None:
-    play(Disks(tmp_path), [0, 1])
+    """At each operation of a save by each rank with each fault, as the document counts them."""
+    campaign = Disks(tmp_path)
+    play(campaign, [0, 1])
+    assert documented()["disk"][0] == len(campaign._places()) * len(FAULTS)
 
 
 @pytest.mark.full

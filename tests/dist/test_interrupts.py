@@ -288,29 +288,31 @@ def test_a_signal_within_a_validation(tmp_path: Path) -> None:
     Checkpoint.open(tmp_path / "runs/run/checkpoints/step-00000002").verify()
 
 
-TOKENIZES = """
-import sys, time
+SETS_UP = """
+import os, sys, time
 sys.path.insert(0, {root!r})
-from megapipe.train import corpus
+from megapipe.train import corpus, trainer
 from megapipe.train.main import main
-def load_sources(*_, **__):
-    print("tokenizes", flush=True)
+def stay(*_, **__):
+    os.write(1, b"it stays\\n")
     time.sleep(600)
-corpus.load_sources = load_sources
+if os.environ["RANK"] == "0":
+    {place} = stay
 main(sys.argv[1:])
 """
 
 
-def test_a_scheduler_stops_a_job_that_tokenizes(tmp_path: Path) -> None:
-    """The signal comes to the rank that waits for the one that tokenizes."""
-    script = tmp_path / "tokenizes.py"
-    script.write_text(TOKENIZES.format(root=str(ROOT)))
-    given = endless(tmp_path, **PATIENT)
+@pytest.mark.parametrize("place", ["corpus.load_sources", "trainer.TrainStep"])
+def test_a_scheduler_stops_a_job_that_is_set_up(place: str, tmp_path: Path) -> None:
+    """The signal comes to the rank that waits for one that tokenizes, or builds its model."""
+    script = tmp_path / "sets_up.py"
+    script.write_text(SETS_UP.format(root=str(ROOT), place=place))
+    given = endless(tmp_path, **PATIENT, **{"parallel.pp": "2"})
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with Job(tmp_path) as job:
         for rank in range(2):
             job.start([str(script), *given], {**common, "RANK": str(rank)})
-        job.await_text("tokenizes")
+        job.await_text("it stays")
         job.processes[1].send_signal(signal.SIGTERM)
         job.end().assert_one_line(75, "stopped by SIGTERM before the first step")
 

@@ -22,6 +22,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
 from megapipe.train import run_folder
 from megapipe.train.trainer import Trainer
+from tests.parity.bad_input.places import MPI, SLURM
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
 from tests.unit.data.data_cases import train_bpe
@@ -106,6 +107,18 @@ def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
         assert text.startswith("data.tokenizer=end.json: rank 1 has another tokenizer than rank 0")
     assert same == [((type(None), TRAINS),) * 2] * 2
     assert list(taken.iterdir()) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("places", [MPI, SLURM], ids=["mpirun", "srun"])
+def test_processes_of_mpirun_and_srun_are_one_run(
+    places: dict[str, str | None], tmp_path: Path
+) -> None:
+    """Their variables are enough: none of them trains the whole model alone."""
+    outcome = run_forked(tmp_path, 2, *arguments(tiny(tmp_path)), places=places)
+    assert outcome.codes == [0, 0], outcome.text
+    assert outcome.text.count(" 2 processes on cpu with gloo ") == 1, outcome.text
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
 
 
 @pytest.mark.full

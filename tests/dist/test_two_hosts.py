@@ -10,12 +10,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.parity.jobs import ENDLESS, ROOT, Job, arguments, tiny
+from tests.parity.sockets import EVERYWHERE, listening
 
 pytestmark = pytest.mark.full
 CLONE_NEWNET = 0x40000000
@@ -74,11 +75,13 @@ def network(pid: int) -> str:
     return os.readlink(f"/proc/{pid}/ns/net")
 
 
-def launch(job: Job, host: str, nodes: str, *given: str) -> subprocess.Popen[bytes]:
+def launch(
+    job: Job, host: str, nodes: str, *given: str, meet_at: Sequence[str] = ADDRESSES
+) -> subprocess.Popen[bytes]:
     """A launcher of one rank on a host."""
     script = job.folder / "train.py"
     script.write_text(SCRIPT.format(root=str(ROOT)))
-    where = ",".join(f"{address}:29400" for address in ADDRESSES)
+    where = ",".join(f"{address}:29400" for address in meet_at)
     command = ["-m", "megapipe.launch", "--nproc", "1", "--nnodes", nodes, "--rdzv-id", "a"]
     command += ["--rdzv-endpoint", where, "--rdzv-last-call", "3", str(script), *given]
     environ = {"GLOO_SOCKET_IFNAME": "wire", "TEST_NODE": host}
@@ -118,3 +121,23 @@ def test_a_host_that_is_gone(hosts: list[str], tmp_path: Path) -> None:
         outcome = job.end()
     assert re.findall(r"\| (pp 1 x dp \d)", outcome.text) == ["pp 1 x dp 2", "pp 1 x dp 1"]
     assert "starting again after step" in outcome.text
+
+
+def test_a_host_whose_name_is_loopback_to_itself(hosts: list[str], tmp_path: Path) -> None:
+    """As Debian has it; to the other it is the address of the interface that is named, and there
+    alone it listens. (127.257 is how a resolver may be asked for 127.0.1.1.)"""
+    given = arguments({**tiny(tmp_path), **ENDLESS, "parallel.pp": "2"})
+    with Job(tmp_path) as job:
+        for host, name in zip(hosts, ("127.257", ADDRESSES[0]), strict=True):
+            launch(job, host, "2", *given, meet_at=[name])
+        job.await_text("| loss")
+        open_at = set().union(*map(listening, job.alive()))
+        for launcher in job.processes:
+            launcher.send_signal(signal.SIGTERM)
+        outcome = job.end()
+    assert outcome.codes == [75, 75], outcome.text
+    assert open_at
+    assert not open_at & EVERYWHERE
+    told = f"127.257 is loopback on this host: the rendezvous store listens at {ADDRESSES[0]}, by "
+    assert outcome.text.count(told) == 1
+    assert " listens on all interfaces" not in outcome.text

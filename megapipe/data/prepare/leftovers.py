@@ -1,8 +1,9 @@
 """Removes what killed preparations have left in a folder, whatever it was that they prepared.
 
 A preparation clears its own name when it ends; one that was killed may never be asked for again. So
-whoever prepares something looks at the other names too. To remove something it first owns the name,
-as if it prepared that itself (:mod:`megapipe.data.prepare.once`): nobody begins with it meanwhile.
+whoever prepares something looks at the other names too, and so does a run that finds its corpus
+prepared. To remove something it first owns the name, as if it prepared that itself
+(:mod:`megapipe.data.prepare.once`): nobody begins with it meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,24 +34,32 @@ _OWN_NAME = re.compile(r"(packing-|remote-)?[0-9a-f]{32,64}")
 """Names that are given here and hardly by a user."""
 
 
-def remove_leftovers(own: Path, but: str, note: Callable[[str], None]) -> None:
-    """Remove what processes that are gone have left beside `own`, a folder that this process has
-    just made there, except under the name `but`.
+def remove_leftovers(cache: Path, note: Callable[[str], None], but: str = "") -> None:
+    """Remove what processes that are gone have left in `cache`, which may not be there, except
+    under the name `but`.
 
     Unfinished folders go at once if their maker was of this machine; parts when what they were for
     is there, or after a week. One line is noted if there was anything.
     """
-    now = own.lstat().st_mtime  # by the clock that gives all files there their times
     sizes: list[int] = []
-    matches = (kind.fullmatch(name) for name in os.listdir(own.parent) for kind in _LEFT)
-    for name in sorted({match[1] for match in matches if match} - {but}):
-        with contextlib.suppress(OSError):  # others may be at it; nothing depends on it
-            sizes += _remove(own.with_name(name), now)
+    with contextlib.suppress(OSError):  # nothing depends on it
+        matches = (kind.fullmatch(name) for name in os.listdir(cache) for kind in _LEFT)
+        names = sorted({match[1] for match in matches if match} - {but})
+        now = _now(cache) if names else 0.0
+        for name in names:
+            with contextlib.suppress(OSError):  # others may be at it
+                sizes += _remove(cache / name, now)
     if sizes:
         note(
             f"removed {counted(len(sizes), 'folder')}, {sum(sizes) / 1e6:,.1f} MB, that killed "
-            f"preparations had left in {own.parent}"
+            f"preparations had left in {cache}"
         )
+
+
+def _now(folder: Path) -> float:
+    """The time by the clock that gives all files there their times."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def _remove(folder: Path, now: float) -> list[int]:

@@ -7,7 +7,7 @@ folder anew in ``.corpus.2``.
 
 A wrong judgement does no harm: a maker that was only suspended goes on in its own folder, the first
 to finish wins, and both make the same. What is left under other names by makers that are gone is
-removed by the next maker (:mod:`megapipe.data.prepare.leftovers`).
+removed by the next maker or run (:mod:`megapipe.data.prepare.leftovers`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _make(
         if folder.exists():  # by one that finished since we looked
             return
         with beating(own / MAKER):
-            remove_leftovers(own, folder.name, note)
+            remove_leftovers(folder.parent, note, folder.name)
             fill(own)
         own.rename(folder)
     except Exception:

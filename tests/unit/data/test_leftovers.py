@@ -1,4 +1,5 @@
-"""What killed preparations leave in a cache is removed by the next one, and nothing else is."""
+"""What killed preparations leave in a cache is removed by the next one or the next run, and nothing
+else is."""
 
 from __future__ import annotations
 
@@ -10,15 +11,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from megapipe import heartbeat
+from megapipe.config import Config
 from megapipe.data.prepare import prepare
 from megapipe.data.prepare.leftovers import KEPT_S, MAKER, SILENT_S
 from megapipe.data.prepare.once import make_once
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data_config import DataConfig
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.train.corpus import prepare_on_all
+from tests.unit.train.standing_run import Mesh
 
 MAKES = """
 import sys, time
@@ -79,6 +85,24 @@ def test_a_run_removes_them_and_says_so(tmp_path: Path, capfd: pytest.CaptureFix
         f"megapipe: removed 1 folder, 2.0 MB, that killed preparations had left in {cache}\n"
     )
     assert sorted(cache.iterdir()) == sorted([parts, made.folder]), "parts are kept for a week"
+
+
+def test_a_run_that_finds_its_corpus_prepared_does_so_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By one process of each node."""
+    text, cache = tmp_path / "text.txt", tmp_path / "cache"
+    text.write_text("one two three " * 50)
+    config = Config(data=DataConfig(source=str(text), cache=str(cache)))
+    made = prepare(config.data, load_tokenizer("byte"), progress=False)
+    left = leave(cache, ".deadbeef.1", **DEAD)
+    for local_rank in (1, 0):
+        assert left.exists()
+        mesh = cast(ParallelMesh, Mesh(local_rank))
+        prepare_on_all(config, load_tokenizer("byte"), mesh, local_rank=local_rank)
+    assert [*cache.iterdir()] == [made.folder]
+    line = f"removed 1 folder, 2.0 MB, that killed preparations had left in {cache}\n"
+    assert capfd.readouterr().err == f"megapipe: {line}"
 
 
 def test_parts_are_kept_for_a_week_or_until_they_are_of_no_use(tmp_path: Path) -> None:

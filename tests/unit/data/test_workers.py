@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -73,6 +74,30 @@ def test_their_number_changes_nothing(
     assert content(one.folder) == content(three.folder)
     assert one.digest == three.digest
     assert one.meta.train.documents + one.meta.validation.documents == 10 * len(TEXTS)
+
+
+@pytest.mark.parametrize(("room", "left"), [(5_000, []), (40_000, [".parts"])])
+def test_a_disk_that_fills_leaves_whole_parts_and_no_more(
+    room: int, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first is tokenized, or while all of them are joined: then the next preparation has
+    nothing to tokenize."""
+    monkeypatch.setattr(dividing, "PART", 10000)
+    corpus = tmp_path / "x.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
+    config = DataConfig(source=str(corpus), cache=str(tmp_path / "cache"), workers=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(DataError, match=r"^cache .*/cache.* \(data\.cache\): File too large$"):
+            prepare(config, ByteTokenizer(), progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.suffix for path in Path(config.cache).iterdir()] == left
+    if left:
+        monkeypatch.delattr(workers._Pool, "_start")
+    made = prepare(config, ByteTokenizer(), progress=False)
+    assert [*Path(config.cache).iterdir()] == [made.folder]
 
 
 def test_a_killed_preparation_goes_on_where_it_was(corpus: Path, tmp_path: Path) -> None:

@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import errno
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megapipe.launch.listening import listen, listen_beside
+from megapipe.launch import listening
+from megapipe.launch.endpoints import Endpoint, Nodes
+from megapipe.launch.listening import INTERFACES
+from megapipe.launch.meeting import Meeting
 from megapipe.launch.rendezvous import LaunchInfo, RendezvousError, open_store
+from tests.parity.jobs import free_port
+from tests.parity.sockets import EVERYWHERE
+
+WHAT = "the listener"
+NODE = "127.257"
+"""127.0.1.1 in other words, as good as the name of a host that Debian gives that address to, in the
+eyes of that host alone."""
+
+
+@pytest.fixture(autouse=True)
+def no_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def listen(address: str, port: int = 0) -> tuple[socket.socket | None, list[str]]:
+    """A socket, and the lines of its maker."""
+    lines: list[str] = []
+    return listening.listen(address, port, WHAT, lines.append), lines
+
+
+def listen_beside(address: str) -> tuple[socket.socket, str, list[str]]:
+    lines: list[str] = []
+    return *listening.listen_beside(address, 29500, WHAT, lines.append), lines
 
 
 def addresses(port: int) -> set[str]:
@@ -27,9 +55,7 @@ def _port(place: str) -> int:
 
 
 def test_a_store_is_not_seen_from_elsewhere() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     info = LaunchInfo(rank=0, world=2, local_world=2, address="127.0.0.1", port=port, launched=True)
     store = open_store(info, 5.0)
     assert addresses(port) == {"0100007F"}
@@ -38,47 +64,115 @@ def test_a_store_is_not_seen_from_elsewhere() -> None:
         open_store(info, 5.0)
 
 
-def test_where_the_address_says_nothing_all_interfaces_are_listened_on(
-    monkeypatch: pytest.MonkeyPatch,
+def test_where_the_address_says_nothing_all_interfaces_are_listened_on() -> None:
+    """It is another host's, or what a node calls itself by: a line says so, and what to name."""
+    made, (line,) = listen("192.0.2.1")
+    assert made is None
+    assert line.startswith(f"192.0.2.1 is no address of this host: {WHAT} listens on all interfa")
+    made, (line,) = listen(NODE)
+    assert made is None
+    assert line == (
+        f"{NODE} is 127.0.1.1 on this host, which others do not reach: {WHAT} listens on all "
+        "interfaces; set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to that of the nodes' network"
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo"),
+        ("NCCL_SOCKET_IFNAME", "=lo"),
+        ("GLOO_SOCKET_IFNAME", "nowhere0,lo"),
+    ],
+)
+def test_an_interface_that_is_named_is_listened_on_alone(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is another host's, or what a node calls itself by."""
-    assert listen("192.0.2.1", 0) is None
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert listen("node7", 0) is None
+    monkeypatch.setenv(variable, value)
+    made, (line,) = listen(NODE)
+    assert made is not None
+    with made:
+        assert addresses(made.getsockname()[1]) == {"0100007F"}
+    assert line.startswith(
+        f"{NODE} is loopback on this host: {WHAT} listens at 127.0.0.1, by GLOO_"
+    )
+    made, host, lines = listen_beside(NODE)
+    with made:
+        assert addresses(made.getsockname()[1]) == {"0100007F"}
+    assert (host, lines) == ("127.0.0.1", [])
+    made, lines = listen("127.0.0.2")
+    assert made is not None
+    with made:
+        assert made.getsockname()[0] == "127.0.0.2", "an address says more"
+    assert lines == []
+
+
+def test_processes_of_its_host_reach_a_store_on_such_an_interface(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They too take the name for loopback, where nobody listens."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    port = free_port()
+    info = LaunchInfo(world=2, local_world=2, address=NODE, port=port, launched=True)
+    store = open_store(info, 5.0)
+    assert addresses(port) == {"0100007F"}
+    store.set("key", "value")
+    assert open_store(replace(info, rank=1, local_rank=1), 5.0).get("key") == b"value"
+    assert capsys.readouterr().err.count("the rendezvous store listens at 127.0.0.1, by ") == 1
+
+
+@pytest.mark.parametrize(("interface", "host"), [("lo", "127.0.0.1"), ("", NODE)])
+def test_a_launcher_tells_of_its_stores_once(
+    interface: str,
+    host: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """There is one in which they meet, and one for each start."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    endpoint = Endpoint(NODE, free_port())
+    meeting = Meeting([endpoint], "job", Nodes(1, 2), reach_s=10, last_call_s=0)
+    starts = [meeting.next_rendezvous() for _ in range(2)]
+    places = [start.bootstrap_store_info for start in starts]
+    ports = {endpoint.port, *(place.master_port for place in places if place is not None)}
+    assert len(ports) == 3
+    assert {place.master_addr for place in places if place is not None} == {host}
+    for port in ports:
+        open_at = addresses(port)
+        assert (open_at == {"0100007F"}) if interface else (open_at & EVERYWHERE)
+    assert capsys.readouterr().err.count(f"megapipe: {NODE} is ") == 1
 
 
 def test_a_port_that_is_taken() -> None:
-    with listen("127.0.0.1", 0) or socket.socket() as first:
+    first, _ = listen("127.0.0.1")
+    assert first is not None
+    with first:
         with pytest.raises(OSError, match="in use") as info:
             listen("127.0.0.1", first.getsockname()[1])
         assert info.value.errno == errno.EADDRINUSE
 
 
 def test_a_socket_beside_the_store_is_where_the_store_is() -> None:
-    made, host = listen_beside("127.0.0.1", 29500)
+    made, host, lines = listen_beside("127.0.0.1")
     with made:
-        assert host == "127.0.0.1"
+        assert (host, lines) == ("127.0.0.1", [])
         assert addresses(made.getsockname()[1]) == {"0100007F"}
 
 
 def test_beside_a_store_of_another_host_it_is_at_the_way_there() -> None:
     try:
-        made, host = listen_beside("192.0.2.1", 29500)
+        made, host, lines = listen_beside("192.0.2.1")
     except OSError:
         pytest.skip("this host has no way to other networks")
     with made:
         assert made.getsockname()[0] == host
         assert addresses(made.getsockname()[1]) != {"00000000"}
+    assert lines == []
 
 
-def test_a_name_that_only_this_host_takes_for_itself_is_told_to_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As Debian has it in /etc/hosts; the others have another address for the name."""
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29500))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    made, host = listen_beside("node7", 29500)
+def test_a_name_that_only_this_host_takes_for_itself_is_told_to_others() -> None:
+    made, host, (line,) = listen_beside(NODE)
     with made:
-        assert host == "node7"
+        assert host == NODE
         assert addresses(made.getsockname()[1]) == {"00000000"}
+    assert f"{WHAT} listens on all interfaces; set GLOO_SOCKET_IFNAME" in line
