@@ -102,7 +102,8 @@ def test_the_embedding_gathers_beside_the_gradient_before_its_own() -> None:
 
 
 def cases(tp: int, sequence_parallel: bool) -> list[Case]:
-    """Every policy; types, schedules and models by turns."""
+    """Every policy, with and without sequence parallelism in either type; schedules and models by
+    turns."""
     return [
         Case(
             tp=tp,
@@ -110,7 +111,7 @@ def cases(tp: int, sequence_parallel: bool) -> list[Case]:
             in_process=True,
             sequence_parallel=sequence_parallel,
             activations=policy,
-            dtype="fp32" if i % 2 else "fp64",
+            dtype="fp32" if (i + sequence_parallel) % 2 else "fp64",
             schedule=("1f1b", "zb_h1", "zb_v")[i % 3],
             chunks=2 if i % 3 == 2 else None,
             model=("gpt2", "llama", "mixed", "gelu")[i // 2 % 4],
@@ -124,10 +125,22 @@ def cases(tp: int, sequence_parallel: bool) -> list[Case]:
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_hiding_collectives_changes_no_bit(tp: int) -> None:
     """Without sequence parallelism it is all-reduces beside GEMMs, of which tp 2 shows enough."""
-    hidden = cases(tp, sequence_parallel=True)
-    hidden += cases(tp, sequence_parallel=False)[: None if tp == 2 else 2]
+    with_split, without = cases(tp, sequence_parallel=True), cases(tp, sequence_parallel=False)
+    check_bits(with_split + (without if tp == 2 else without[:2]))
+
+
+@pytest.mark.full
+def test_hiding_collectives_of_four_ranks_changes_no_bit() -> None:
+    """I and W with sequence parallelism, in fp64; B without it, in fp32."""
+    split, whole = cases(4, sequence_parallel=True)[1], cases(4, sequence_parallel=False)[3]
+    assert (split.schedule, split.dtype) == ("zb_h1", "fp64")
+    assert (whole.schedule, whole.dtype) == ("1f1b", "fp32")
+    check_bits([split, whole])
+
+
+def check_bits(hidden: list[Case]) -> None:
     plain = [replace(case, overlap=False) for case in hidden]
-    for outcomes in run_world(tp, run_cases, [*hidden, *plain]):
+    for outcomes in run_world(hidden[0].world, run_cases, [*hidden, *plain]):
         halves = outcomes[: len(hidden)], outcomes[len(hidden) :]
         for case, one, other in zip(hidden, *halves, strict=True):
             assert_same_bits(one, other, case.name)

@@ -83,8 +83,8 @@ LONG = [
     # what a run does by default: exact, with real processes, ZeRO-1
     Case(dp=2, tp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", layers=4, steps=20),
     Case(dp=2, pp=2, zero=3, chunks=2, m=4, schedule="interleaved_1f1b", tied=False, steps=20),
-    Case(dp=2, tp=2, zero=2, rule="lars", sequence_parallel=True, steps=20),
 ]
+LARS = Case(dp=2, tp=2, zero=2, rule="lars", sequence_parallel=True, layers=2, steps=20)
 UNEVEN_SLICES = [
     Case(pp=2, m=3, schedule="seq1f1b", slices=3, sequence=22, model="llama", masked=0.3),
     Case(tp=2, m=2, schedule="seq1f1b", slices=3, sequence=22, sequence_parallel=True),
@@ -94,6 +94,11 @@ UNEVEN_SLICES = [
 @pytest.mark.parametrize("world", [pytest.param(4, marks=pytest.mark.full), 8])
 def test_many_steps(world: int) -> None:
     check(LONG, world)
+
+
+def test_many_steps_of_lars() -> None:
+    """Its trust ratios are of whole matrices, of which a rank owns slices."""
+    check([LARS], LARS.world)
 
 
 def test_slices_of_uneven_length() -> None:

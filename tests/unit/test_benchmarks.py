@@ -270,6 +270,21 @@ def test_slices_of_unequal_lengths_hold_what_the_formula_says(
     config, layout = memory.configure(schedule, memory.POLICIES[policy], 27)
     assert len(layout.slice_lengths) == 2
     assert len(set(layout.slice_lengths)) == 2
+    check_held(memory, config, layout)
+
+
+@pytest.mark.parametrize("policy", ["keep", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_operations_of_the_first_and_last_stage_hold_what_the_formula_says(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, schedule: str, policy: str
+) -> None:
+    """With so large a vocabulary that the last stage has one layer, and holds most in its loss."""
+    memory = load("memory")
+    monkeypatch.setattr(memory, "VOCABULARY", 3072)
+    check_held(memory, *memory.configure(schedule, memory.POLICIES[policy], 8))
+
+
+def check_held(memory: Any, config: Any, layout: Any) -> None:
     predicted = memory.predict(config, layout)
     for measured, wanted in zip(memory.measure(config, layout), predicted, strict=True):
         assert measured.within == pytest.approx(wanted.within, rel=0.02)

@@ -12,6 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.cli import parse
+from megapipe.layout.costs import placement_cost
+from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import head_flops, layer_flops
 from megapipe.schedule.commands import COMMANDS, main
@@ -464,25 +467,32 @@ def test_costs_of_a_configuration(tmp_path):
     """The stages of its model, shared out for each schedule: 6 layers and a head of three."""
     path = tmp_path / "model.yaml"
     path.write_text("model: {layers: 6, vocab_size: 6144}\nparallel: {pp: 2}\n")
-    script = [sys.executable, "scripts/schedule.py", "compare", "gpipe", "hanayo"]
-    size = ["--ranks", "3", "--microbatches", "1", "--config", str(path)]
+    script = [sys.executable, "scripts/schedule.py"]
+    comparison = ["compare", "gpipe", "hanayo", "--ranks", "3", "--microbatches", "1"]
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*script, *size, *more], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        words = [*script, *command, "--config", str(path)]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
 
-    done = run("--json")
+    done = run(*comparison, "--json")
     assert done.stderr == ""
     told = {row["schedule"]: row["makespan"] for row in json.loads(done.stdout)}
     model = ModelConfig(layers=6).resolved(vocab_size=6144, sequence_length=256)
     layer = layer_flops(model, 256)
     assert told["gpipe"] == pytest.approx((18 * layer + 3 * head_flops(model)) / layer)
     assert told["hanayo"] == pytest.approx(told["gpipe"])
-    taken = run("--cost", "F=2")
+    taken = run(*comparison, "--cost", "F=2")
     assert (taken.returncode, taken.stdout) == (2, "")
     assert f"argument --cost: F is in {path} already" in taken.stderr
     assert len(taken.stderr.splitlines()) == 1
+    file = tmp_path / "found.csv"
+    size = ["--ranks", "2", "--microbatches", "4", "--evaluations", "9"]
+    searched = run("search", *size, "--placement", "v", "-o", str(file), "--json")
+    assert searched.stderr == ""
+    config, _ = resolve(parse([str(path)]).config, None, None, where=str(path))
+    found = from_csv(file.read_text(encoding="utf-8"))
+    timed = simulate(found, placement_cost(config, found.placement))
+    assert json.loads(searched.stdout)["value"] == timed.makespan
 
 
 def test_deviation(ask):

@@ -216,6 +216,24 @@ def test_a_v_would_gain_nothing_by_a_weighted_limit(p, m, times, freed):
     assert {*peak_held(schedule)} == {*peak_weighted(schedule, Fraction(repr(freed)))} == {p}
 
 
+OF_V = [("1188.542", 0.0703), ("2020.594", 0.0446), ("1588.2735", 0.0518), ("2945.4705", 0.0541)]
+"""At these times, in two halves on a V: the makespan of what the authors' own generator makes
+(scheduler/zbv.py of zero-bubble-pipeline-parallelism, 39f2c186), and the share of the longest span
+that zb_v idles; docs/schedules.md has theirs."""
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "times", "makespan", "bubble"),
+    [(*row[:3], *of_v) for row, of_v in zip(PUBLISHED, OF_V, strict=True)],
+)
+def test_a_v_is_through_no_later_than_that_of_its_authors(p, m, times, makespan, bubble):
+    F, I, W = (Fraction(repr(time)) / 2 for time in times[:3])  # noqa: E741
+    cost = Cost(F, I, W, latency=Fraction(repr(times[3])))
+    made = simulate(build("zb_v", ranks=p, microbatches=m, cost=cost), cost)
+    assert made.makespan <= Fraction(makespan)
+    assert round(float(made.bubble_span), 4) == bubble
+
+
 @pytest.mark.parametrize("freed", [Fraction(0), Fraction(1, 3), 0.366, Fraction(1)])
 @pytest.mark.parametrize("limit", [1, Fraction(5, 2), 4])
 def test_any_weighted_limit_is_kept(freed, limit):
