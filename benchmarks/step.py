@@ -2,7 +2,8 @@
 
 Forward, backward, clipping and AdamW of a small GPT-2 and a small Llama, against Hugging Face's
 classes and against a plain GPT-2 written for one device (:mod:`plain_gpt`). All sides of a family
-start from the same weights, see the same batches, and must report the same losses.
+start from the same weights, see the same batches, and must report the same losses. The Llama is
+also timed with a part of it left to autograd (:mod:`by_autograd`), which keeps more.
 
 Every side lives in a process of its own, with one thread; the processes are asked for a step one
 after the other. Times are processor time, and what is compared is the fastest step of each side.
@@ -18,10 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
+from unittest import mock
 
 from common import Result, parser, report
 
@@ -99,17 +101,20 @@ class Size:
         return torch.randint(self.vocab, shape, generator=generator)
 
 
-def megapipe_side(size: Size) -> Step:
+def megapipe_side(size: Size, **kernels: Any) -> Step:
+    """With some `kernels` in the place of its own."""
     import torch
     import torch.distributed as dist
 
     from megapipe.distributed.mesh import Grid, ParallelMesh
+    from megapipe.train.kernels import agreed_kernels
     from megapipe.train.step import TrainStep
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = ParallelMesh(Grid(), device=torch.device("cpu"), timeout_s=60.0)
     config, layout = size.config()
-    train = TrainStep(config, layout, mesh)
+    used = replace(agreed_kernels(config, layout, mesh, layout.schedule), **kernels)
+    train = TrainStep(config, layout, mesh, kernels=used)
     tokens = size.tokens()
     mask = torch.ones(size.batch, size.sequence, dtype=torch.bool)
 
@@ -122,6 +127,21 @@ def megapipe_side(size: Size) -> Step:
         return result.loss
 
     return step
+
+
+def gate_side(size: Size) -> Step:
+    from by_autograd import swiglu
+
+    return megapipe_side(size, swiglu=swiglu)
+
+
+def rotation_side(size: Size) -> Step:
+    from by_autograd import Rotating
+
+    from megapipe.model.gpt import block
+
+    with mock.patch.object(block, "Attention", Rotating):
+        return megapipe_side(size)
 
 
 def initial_weights(size: Size, *, tied: bool = True) -> Any:
@@ -202,12 +222,15 @@ def training(model: Any, loss_of: Callable[[Any, Any], Any], size: Size) -> Step
     return step
 
 
+BY_AUTOGRAD = {"its gate by autograd": gate_side, "its rotation by autograd": rotation_side}
+"""megapipe with one part of a Llama as it is usually written."""
 OF_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 """Hugging Face's ways to compute experts."""
 SIDES: dict[str, Callable[[Size], Step]] = {
     "megapipe": megapipe_side,
     "Hugging Face": hugging_face_side,
     "plain": plain_side,
+    **BY_AUTOGRAD,
     **{name: partial(hugging_face_side, experts_implementation=name) for name in OF_EXPERTS},
 }
 
@@ -289,12 +312,13 @@ def measure(size: Size, rounds: int) -> list[Result]:
     if size.family == "gpt2":
         names["plain"] = "plain GPT-2"
         targets["plain"] = 1.0
-    sides = ["megapipe", *names]
+    forms = list(BY_AUTOGRAD) if size.family == "llama" else []
+    sides = ["megapipe", *names, *forms]
     fastest = times(size, sides, rounds)
     peaks = {side: peak(side, size) for side in sides}
     for side in sides:
         print(
-            f"{size.family:6}{names.get(side, side):20}{fastest[side] * 1e3:8.1f} ms "
+            f"{size.family:6}{names.get(side, side):26}{fastest[side] * 1e3:8.1f} ms "
             f"{peaks[side] / 2**20:8.1f} MiB"
         )
     results = []
@@ -304,6 +328,9 @@ def measure(size: Size, rounds: int) -> list[Result]:
         results.append(Result(f"time {of}, against {side}", ratio, targets[side], "x", peer))
         ratio = peaks["megapipe"] / peaks[side]
         results.append(Result(f"peak memory {of}, against {side}", ratio, 0.9, "x", peer))
+    for form in forms:
+        ratio = fastest["megapipe"] / fastest[form]
+        results.append(Result(f"time {of}, against {form}", ratio, 1.0, "x", "megapipe"))
     if size.family == "gpt2":
         ratio = fastest["plain"] / fastest["Hugging Face"]
         claim = "time of one step of the plain GPT-2 (above 1: its row is void)"

@@ -20,6 +20,7 @@ from tests.parity.launches import fork_script
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 SHARED = (
+    "by_autograd.py",
     "common.py",
     "corpus.py",
     "deepspeed_peer.py",
