@@ -217,7 +217,7 @@ class Meeting(RendezvousHandler):
         self.members, self.place = len(self._tickets), self._tickets.index(ticket)
         at = Endpoint(end.host, end.port)
         try:
-            store = own_store or open_tcp_store(at_home(at.host), at.port, self._reach_s)
+            store = own_store or open_tcp_store(*at, self._reach_s)
         except (Mute, RuntimeError, ValueError) as error:
             raise RendezvousConnectionError(f"the first node at {at}: {error}") from None
         return _info(store, at, self.place, self.members)
@@ -341,7 +341,7 @@ def _host_store(near: Endpoint, timeout_s: float, tell: Tell) -> tuple[Store, En
     """A store at a free port of this host, and where those find it who know the endpoint `near`."""
     listening, host = listen_beside(*near, STORE, tell)
     port = listening.getsockname()[1]
-    store = open_tcp_store(at_home(host), port, timeout_s, hosts=True, listening=listening)
+    store = open_tcp_store(host, port, timeout_s, hosts=True, listening=listening)
     return store, Endpoint(host, port)
 
 

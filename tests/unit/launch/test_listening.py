@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.launch import listening
+from megapipe.launch import listening, speaking
 from megapipe.launch.endpoints import Endpoint, Nodes
 from megapipe.launch.listening import INTERFACES
 from megapipe.launch.meeting import Meeting
@@ -118,6 +118,7 @@ def test_processes_of_its_host_reach_a_store_on_such_an_interface(
     assert addresses(port) == {"0100007F"}
     store.set("key", "value")
     assert open_store(replace(info, rank=1, local_rank=1), 5.0).get("key") == b"value"
+    assert speaking._is_taken(info)
     assert capsys.readouterr().err.count("the rendezvous store listens at 127.0.0.1, by ") == 1
 
 
@@ -128,10 +129,13 @@ def test_a_launcher_tells_of_its_stores_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """There is one in which they meet, and one for each start."""
+    """There is one in which they meet, which another on this host finds, and one for each start."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     endpoint = Endpoint(NODE, free_port())
-    meeting = Meeting([endpoint], "job", Nodes(1, 2), reach_s=10, last_call_s=0)
+    meeting, other = (
+        Meeting([endpoint], "job", Nodes(1, 2), reach_s=10, last_call_s=0) for _ in range(2)
+    )
+    meeting._joined = lambda: None  # type: ignore[method-assign]
     starts = [meeting.next_rendezvous() for _ in range(2)]
     places = [start.bootstrap_store_info for start in starts]
     ports = {endpoint.port, *(place.master_port for place in places if place is not None)}
@@ -140,6 +144,8 @@ def test_a_launcher_tells_of_its_stores_once(
     for port in ports:
         open_at = addresses(port)
         assert (open_at == {"0100007F"}) if interface else (open_at & EVERYWHERE)
+    other._opened = lambda waited: None  # type: ignore[method-assign]
+    assert other._enter() is not None
     assert capsys.readouterr().err.count(f"megapipe: {NODE} is ") == 1
 
 

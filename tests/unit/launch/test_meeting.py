@@ -159,9 +159,12 @@ def test_a_full_job_takes_nobody_in(endpoint: list[Endpoint]) -> None:
     here = node(endpoint, Nodes(1, 1 + 1))
     other = node(endpoint, Nodes(1, 2))
     all_come(here, other)
-    Coming(node(endpoint, Nodes(1, 2)))
+    third = node(endpoint, Nodes(1, 2))
+    late = Coming(third)
     time.sleep(0.5)
     assert here.newcomers() == 0
+    third._ask = gone  # type: ignore[method-assign]
+    late.join(5)
 
 
 def test_a_node_that_dies_while_others_wait(endpoint: list[Endpoint]) -> None:
