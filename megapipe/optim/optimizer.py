@@ -179,6 +179,15 @@ class Optimizer:
         for places in self.places.get(stage, ()):
             places.begin()
 
+    def send_copies(self) -> None:
+        """After an update, send the weights of experts that have copies, if these have changed. All
+        ranks call it. What owners have to gather first leaves in :meth:`await_weights`."""
+        for stage, of_stage in self.places.items():
+            owners = (s.axis for s in self._of_stage[stage] if s.bucket.experts)
+            if all(axis.size == 1 for axis in owners):
+                for places in of_stage:
+                    places.begin()
+
     def reshard(self, stage: int) -> None:
         for shard in self._of_stage[stage]:
             shard.reshard()

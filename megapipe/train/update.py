@@ -104,6 +104,7 @@ class Update:
         self._update(step, self.clipping(totals.norm))
         self.routing.move(totals.routing)
         self.maps.decide(step, totals.routing)
+        self.optimizer.send_copies()
         self.judge.passed(totals)
         return replace(result, largest_bias=self.routing.largest_bias)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -117,6 +118,7 @@ def check(cases: list[Case]) -> None:
 
 
 def test_copies_change_no_result() -> None:
+    """Row 7.04 (FasterMoE): its shadows are exact, in chunks too."""
     check(SMALL[:2])
 
 
@@ -234,6 +236,58 @@ def test_all_members_of_a_group_exchange_in_one_order_also_without_copies(etp: i
     if etp == 1:
         nothing = [e for e in of_copies[1] if not any(e.receives)]
         assert len(nothing) == case.layers, "a rank without copies gets gradients alone"
+
+
+STAYING = {"placement": "every second step", "steps": 4}
+"""Copies are chosen after the second step, and are the same in the third and the fourth."""
+WHOLE = [COPIED, replace(COPIED, **STAYING), SPLIT, replace(COPIES_OF_COPIES, zero=0, **STAYING)]
+"""Owners have the weights whole when the update is done."""
+GATHERED = [COPIES_OF_COPIES, replace(COPIES_OF_COPIES, zero=2, **STAYING)]
+"""Each of two has a half of what it has updated."""
+
+
+def run_in_order(world: World, cases: list[Case]) -> list[list[list[str]]]:
+    """Of each case and step what comes one after the other: exchanges of rows, those of copies of
+    all layers here, and the update."""
+    results = []
+    for case in cases:
+        config, layout = configure(case)
+        with copies_given():
+            step = TrainStep(config, layout, world.mesh(case.grid))
+            results.append([phases_of(step, number, case) for number in range(case.steps)])
+    return results
+
+
+def phases_of(step: TrainStep, number: int, case: Case) -> list[str]:
+    found: list[Exchange] = []
+    update = step.optimizer.update
+
+    def spied(lr: float, factor: float) -> None:
+        found.append(Exchange((), "update", (), (), 0))
+        update(lr, factor)
+
+    with exchanged(found), mock.patch.object(step.optimizer, "update", spied):
+        step.train(number, Rows(case))
+    phases = [(what, len([*own])) for what, own in itertools.groupby(e.what for e in found)]
+    layers = len(step.maps.places)
+    assert all(count == layers for what, count in phases if what == "copies")
+    return [what for what, _ in phases]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_weights_of_copies_leave_before_all_rows(world: int) -> None:
+    """Row 7.07 (Prophet): right after the update, or where owners gather them first at the
+    beginning of a step, also of copies that stay the same. Gradients come home in between, when all
+    rows are back."""
+    cases = [case for case in (*WHOLE, *GATHERED) if case.world == world]
+    of_ranks = run_world(world, run_in_order, cases, timeout_s=60 + 15 * len(cases))
+    for case, steps in itertools.chain(*(zip(cases, found, strict=True) for found in of_ranks)):
+        before, after = ([], ["copies"]) if case in WHOLE else (["copies"], [])
+        first = 2 if case.placement == "every second step" else 1
+        wanted = [["rows", "update"]] * (first - 1)
+        wanted.append(["rows", "update", *after])
+        wanted += [[*before, "rows", "copies", "update", *after]] * (case.steps - first)
+        assert steps == wanted, case.name
 
 
 def test_bytes_of_copies_are_those_of_the_plan_where_slots_are_full() -> None:

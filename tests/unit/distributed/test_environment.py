@@ -12,9 +12,11 @@ from megapipe.distributed.environment import set_environment
 from megapipe.errors import LaunchError
 
 
-def made(given: dict[str, str], *, messages: bool = True, exact: bool = False) -> dict[str, str]:
+def made(
+    given: dict[str, str], *, messages: bool = True, exact: bool = False, driver: int = 0
+) -> dict[str, str]:
     environ = dict(given)
-    set_environment(environ, sends_messages=messages, deterministic=exact)
+    set_environment(environ, sends_messages=messages, deterministic=exact, driver=lambda: driver)
     assert environ.items() >= given.items(), "what is set stays"
     return environ
 
@@ -27,6 +29,14 @@ def test_defaults() -> None:
         "KINETO_LOG_LEVEL": "6",
     }
     assert made({}, exact=True)["NCCL_ALGO"] == "Ring"
+
+
+def test_kernels_of_all_communicators_start_in_order_if_the_driver_knows_when_they_do() -> None:
+    """Where it does not, NCCL would have each wait for the end of the one before."""
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    for driver, found in ((0, None), (12020, None), (12030, "1"), (13000, "1")):
+        assert made({}, driver=driver).get(name) == found
+    assert made({name: "0"}, driver=12030)[name] == "0"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
