@@ -88,7 +88,7 @@ def launch(
     return job.start(command, environ, preexec_fn=functools.partial(enter, host))
 
 
-@pytest.mark.parametrize("watchdog", [pytest.param("true", marks=pytest.mark.slow), "false"])
+@pytest.mark.parametrize("watchdog", ["true", "false"])
 def test_a_link_that_goes_down(watchdog: str, hosts: list[str], tmp_path: Path) -> None:
     """Neither host can tell the other anything: both speak, and all end in time."""
     wanted = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}

@@ -135,7 +135,7 @@ def test_a_node_that_comes_late(
     late = Coming(first[1])
     until(lambda: first[0].newcomers() == 1)
     assert late.is_alive()
-    assert "1 node of 1:2 train already" in capsys.readouterr().err
+    until(lambda: "1 node of 1:2 train already" in capsys.readouterr().err)
     (info,) = all_come(first[0])
     assert_one_start([info, *told(late)])
     assert info.rank == 0, "who was there stays first"
@@ -210,7 +210,7 @@ def test_the_loss_of_the_node_that_hosts_the_meeting(
         thread.start()
         return thread
 
-    first, second = (node(two_hosts, Nodes(1, 2)) for _ in range(2))
+    first, second = (node(two_hosts, Nodes(1, 2), last_call_s=s) for s in (10, 0.3))
     joined = second._joined
     second._joined = lambda: joined() if first._round else None  # type: ignore[method-assign]
     assert_one_start(told(coming(second, "127.0.0.2"), coming(first, "127.0.0.1")))
