@@ -292,6 +292,19 @@ def test_choices_in_a_narrow_type_are_those_of_the_scores(moe: str) -> None:
             check_case(case, [outcome])
 
 
+def test_which_choices_are_dropped_is_compared() -> None:
+    """In fp64, where the reference chooses by itself: as many others are noticed."""
+    case = Case(moe="capacity, score", layers=2)
+    (outcome,) = run_world(1, run_case, case)
+    check_case(case, [outcome])
+    *_, choices = outcome.chosen[1][0]
+    (one, *_), (other, *_) = np.argwhere(choices < 0), np.argwhere(choices >= 0)
+    for token, number in (one, other):
+        choices[token, number] = ~choices[token, number]
+    with pytest.raises(AssertionError, match="are dropped or are not"):
+        check_case(case, [outcome])
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Any]]:
     return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
