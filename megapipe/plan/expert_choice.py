@@ -40,8 +40,8 @@ class Cost(NamedTuple):
     exposed: Mapping[Pass, float]
     """Of these those in which nothing is computed."""
     wait: float
-    """The longest that an exchange of the input gradient waits for dense gradients, if these are
-    reduced meanwhile."""
+    """The longest that an exchange of the input gradient waits for gradients, if these are reduced
+    meanwhile."""
 
     @property
     def trained(self) -> bool:
@@ -104,14 +104,18 @@ def _worth_telling(
 
 
 def _reductions(config: Config, layout: Layout, layer: int) -> tuple[Resource, list[float]]:
-    """The link over which the dense gradients of a layer's stage are reduced, and the seconds of
-    each piece."""
+    """The link over which gradients are reduced that a layer's exchanges may meet, and the seconds
+    of each piece: those of the experts of another stage of the rank, whose backward may be over,
+    all at once, and dense ones of the layer's own stage."""
     (stage,) = (n for n, spec in enumerate(layout.stage_layers) if layer in spec.layers)
     rank = layout.schedule.placement.rank_of(stage)
     pieces = [
         bucket
         for bucket in process_buckets(config, layout, 0 if layout.in_process else rank)
-        if bucket.stage == stage and not (bucket.experts or bucket.frozen)
+        if bucket.stage < layout.stages
+        and bucket.experts == (bucket.stage != stage)
+        and not (bucket.frozen or bucket.slots)
     ]
+    pieces.sort(key=lambda bucket: not bucket.experts)
     near = all(in_nodes(config, extent(layout, bucket)) for bucket in pieces)
     return "node" if near else "network", [exchanged(config, layout, b)[0] for b in pieces]

@@ -81,17 +81,19 @@ def of_world(world: int) -> list[list[Case]]:
 
 
 def test_no_form_changes_a_bit() -> None:
-    """Row 7.08: two hops have the bits of one."""
+    """Row 7.04: nor do chunks."""
     check_groups(of_world(2)[::3])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 def test_no_form_changes_a_bit_in_more_layouts(world: int) -> None:
+    """Row 7.08 (Tutel): on four ranks two hops have the bits of one."""
     check_groups(of_world(world))
 
 
 def test_others_compute_what_the_reference_does() -> None:
+    """Row 7.15 (Janus): experts that travel in the place of rows, among them."""
     check_groups([[case] for case in CLOSE if case.world == 2][::4])
 
 

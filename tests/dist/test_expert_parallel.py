@@ -137,6 +137,29 @@ def test_experts_and_other_weights_are_summed_over_their_groups(case: Case) -> N
         )
 
 
+STAGES = Case(
+    pp=2, in_process=True, schedule="interleaved_1f1b", chunks=2, dp=4, ep=2, moe="top 2", layers=4
+)
+
+
+def test_experts_are_summed_when_their_stage_is_through_and_beside_others() -> None:
+    """So exchanges of other stages of a rank may have to wait for them, and of their own none."""
+    for case in (PYRAMID, STAGES):
+        _, layout = configure(case)
+        stages = sum(bool(spec.layers) for spec in layout.stage_layers)
+        assert (stages > 1) == (case is STAGES)
+        for rank, calls in enumerate(run_world(4, run_recorded, case)):
+            copies = tuple(r for r in range(4) if r % 2 == rank % 2)
+            order = [
+                "sum" if ranks == copies else name
+                for name, ranks, _ in calls
+                if name == "all_to_all" or (name == "reduce_scatter" and ranks == copies)
+            ]
+            assert order.count("sum") == stages
+            assert order[-1] == "sum"
+            assert ("all_to_all" in order[order.index("sum") :]) == (stages > 1)
+
+
 FIRST = Case(dp=2, moe="step, first", layers=2)
 
 

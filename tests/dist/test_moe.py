@@ -36,6 +36,7 @@ from tests.parity.stopped_runs import (
 PIPELINE = Case(pp=2, m=3, moe="top 2", masked=0.3)
 ALONE = Case(moe="top 2", model="llama")
 TENSOR = replace(ALONE, tp=2, sequence_parallel=True)
+SPLIT = replace(PIPELINE, schedule="zb_h1", in_process=True, m=4, moe="capacity, choice")
 SLICED = Case(pp=2, m=3, schedule="seq1f1b", slices=2, masked=0.3)
 CONTEXT = replace(ALONE, cp=2)
 DATA = replace(ALONE, dp=2)
@@ -261,17 +262,40 @@ def test_pyramids(world: int) -> None:
     check(of_world(world, PYRAMID))
 
 
-def of_every_schedule() -> Iterator[Case]:
-    """Slices fill an expert's places by position."""
+def of_every_schedule(least: int = 1) -> Iterator[Case]:
+    """With so many micro-batches or a few more. Slices fill an expert's places by position."""
     for name in names():
         moe = "capacity, position" if "slices" in accepts(name) else "capacity, choice"
-        for case in smallest(name, 2):
+        for case in smallest(name, 2, least):
             yield replace(case, moe=moe, in_process=True, masked=0.3)
 
 
 @pytest.mark.full
 def test_every_schedule() -> None:
     check(list(of_every_schedule()))
+
+
+def some_or_all(some: slice) -> Any:
+    """What CI takes, and what else there is."""
+    return pytest.mark.parametrize(
+        "some",
+        [
+            pytest.param(some, marks=pytest.mark.full, id="some"),
+            pytest.param(slice(None), marks=pytest.mark.slow, id="all"),
+        ],
+    )
+
+
+@some_or_all(slice(None, None, 2))
+def test_every_schedule_with_experts_on_two_ranks(some: slice) -> None:
+    check([replace(case, dp=2, ep=2) for case in of_every_schedule()][some])
+
+
+@some_or_all(slice(2, None, 5))
+def test_every_schedule_between_processes_with_experts_on_two_ranks(some: slice) -> None:
+    """Rows travel to experts beside the messages of a pipeline."""
+    cases = list(of_every_schedule(least=3))[some]
+    check([replace(case, dp=2, ep=2, in_process=False) for case in cases])
 
 
 @pytest.mark.parametrize("moe", ["top 2", "groups", "capacity, score", "random"])
@@ -292,6 +316,19 @@ def test_choices_in_a_narrow_type_are_those_of_the_scores(moe: str) -> None:
             check_case(case, [outcome])
 
 
+def test_which_choices_are_dropped_is_compared() -> None:
+    """In fp64, where the reference chooses by itself: as many others are noticed."""
+    case = Case(moe="capacity, score", layers=2)
+    (outcome,) = run_world(1, run_case, case)
+    check_case(case, [outcome])
+    *_, choices = outcome.chosen[1][0]
+    (one, *_), (other, *_) = np.argwhere(choices < 0), np.argwhere(choices >= 0)
+    for token, number in (one, other):
+        choices[token, number] = ~choices[token, number]
+    with pytest.raises(AssertionError, match="are dropped or are not"):
+        check_case(case, [outcome])
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Any]]:
     return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
@@ -309,10 +346,9 @@ def test_the_cases_of_faults_pass_without() -> None:
 
 def test_bitwise_where_schedules_and_recomputation_differ() -> None:
     """Split backward or not, on the same placement; in recomputation the same products."""
-    split = replace(PIPELINE, schedule="zb_h1", in_process=True, m=4, moe="capacity, choice")
     kept = replace(ALONE, model="gpt2", moe="residual", m=3)
     cases = [
-        *(split, replace(split, swap=True)),
+        *(SPLIT, replace(SPLIT, swap=True)),
         *(
             replace(kept, activations=a)
             for a in ("keep", "full", "stage", "selective", "experts again")
@@ -323,6 +359,16 @@ def test_bitwise_where_schedules_and_recomputation_differ() -> None:
     assert [o.routing for o in other] == [o.routing for o in one]
     for again in others[1:]:
         assert_bitwise(again, others[0])
+
+
+def test_bitwise_where_schedules_differ_with_experts_on_two_ranks() -> None:
+    """Whole experts on each, or a half of each."""
+    split = replace(SPLIT, dp=2)
+    kinds = replace(split, ep=2), replace(split, etp=2)
+    found = outcomes_of([replace(case, swap=swap) for case in kinds for swap in (False, True)])
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert_bitwise(other, one)
+        assert [o.routing for o in other] == [o.routing for o in one]
 
 
 def choices_made(world: World, case: Case) -> int:

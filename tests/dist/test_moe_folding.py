@@ -26,4 +26,5 @@ COPIES = replace(PARTS, ep=2, model="llama", zero=3)
 
 
 def test_experts_fold_over_all_axes_at_once() -> None:
+    """Row 7.09 (DeepSpeed-MoE): among them halves of experts under ZeRO-3."""
     check_groups([[WHOLE], [PARTS], [COPIES]])

@@ -25,6 +25,9 @@ FOLDED = Case(
     batch=1,
     zero=3,
 )
+PIPELINE = replace(
+    FOLDED, tp=1, sequence_parallel=False, ep=2, pp=2, m=4, schedule="zb_v", layers=4
+)
 CASES = [
     FOLDED,
     replace(FOLDED, expert_chunks=3, activations="experts again"),
@@ -32,6 +35,8 @@ CASES = [
     replace(FOLDED, expert_chunks=3, dispatch="all_gather", ep=2),
     replace(FOLDED, expert_chunks=3, dispatch="fetch", activations="experts again"),
     replace(FOLDED, expert_chunks=3, dispatch="hierarchical", node=2, ep=2, etp=2),
+    PIPELINE,
+    replace(PIPELINE, schedule="dualpipe", zero=1, expert_chunks=2),
 ]
 
 

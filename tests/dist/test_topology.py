@@ -48,6 +48,7 @@ def test_the_term_in_more_layouts(world: int) -> None:
 
 
 def test_uniform_bandwidths_are_the_standard_term_to_the_bit() -> None:
+    """Row 7.16 (TA-MoE)."""
     plain = replace(SKEWED, topology=None)
     standard, uniform, skewed = outcomes_of([plain, replace(plain, topology=(3.0, 3.0)), SKEWED])
     assert_bitwise(uniform, standard)

@@ -59,8 +59,10 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
     """Loss, every gradient, gradient norm, every weight and state, every copy, validation loss."""
     values = [values_at(case, outcomes, i) for i in range(case.steps + 1)]
     check_beginning(case, values[0])
-    chosen = [choices_at(case, outcomes, i) for i in range(case.steps + 1)]
-    held_out = validation(case, values[0]["model"], chosen[0])
+    given: list[list[Tensor]] = [[] for _ in range(case.steps + 1)]
+    if case.dtype != "fp64":  # in which the reference chooses by itself
+        given = [choices_at(case, outcomes, i) for i in range(case.steps + 1)]
+    held_out = validation(case, values[0]["model"], given[0])
     check_loss("validation loss", [o.validation for o in outcomes], held_out)
     copies = [[o.copies[i] for o in outcomes] for i in range(case.steps)]
     weights = [each["model"] for each in values]
@@ -74,10 +76,10 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
     for i in range(case.steps):
         if not trains_alone(case):
             batch, noise = batch_of(plain(case), i), noise_of(case, i)
-            loss = loss_at(case, weights[i], batch, noise, chosen[i + 1])
+            loss = loss_at(case, weights[i], batch, noise, given[i + 1])
             check_loss("loss", [o.losses[i] for o in outcomes], loss)
-            told = [o.routing[i] for o in outcomes]
-            check_gradients(case, weights[i], grads[i], i, told, chosen[i + 1])
+            told = check_gradients(case, weights[i], grads[i], i, given[i + 1])
+            check_routing(case, told, outcomes, i)
         norm = math.sqrt(sum(g.square().sum().item() for g in grads[i].values()))
         for outcome in outcomes:
             assert_scalar_close("gradient norm", outcome.norms[i], norm, 1e-12)
@@ -188,9 +190,8 @@ def check_beginning(case: Case, values: Values) -> None:
 
 
 def choices_at(case: Case, outcomes: Sequence[Outcome], i: int) -> list[Tensor]:
-    """What tokens have chosen in validation (0) or a step, where the case's type rounds: the
-    reference chooses the same; in fp64 it does so by itself."""
-    if case.moe is None or case.dtype == "fp64":
+    """What tokens have chosen in validation (0) or a step, of each layer with experts."""
+    if case.moe is None:
         return []
     samples = case.batch * case.m * case.dp if i else validation_samples(case)
     found = [o.chosen[i] for o in outcomes]
@@ -207,9 +208,13 @@ def check_loss(what: str, found: Sequence[float], loss: Loss) -> None:
         )
 
 
-def check_routing(case: Case, told: Told, found: Sequence[tuple[float, ...]]) -> None:
-    """What every rank was told of layers with experts: dropped choices and counts, and in fp64 the
-    terms."""
+def check_routing(case: Case, told: Told, outcomes: Sequence[Outcome], step: int) -> None:
+    """Which choices layers with experts have dropped, and what every rank was told of them: how
+    many, counts, and in fp64 the terms."""
+    chosen = choices_at(case, outcomes, step + 1)
+    for number, (choices, dropped) in enumerate(zip(chosen, told.dropped, strict=True)):
+        others = dropped ^ {tuple(each) for each in (choices < 0).nonzero().tolist()}
+        assert not others, f"layer {number} of those with experts: {others} are dropped or are not"
     wanted = []
     for balance, z, dropped, counts, counted in zip(
         told.balance, told.z, told.dropped, told.counts, told.counted, strict=True
@@ -217,7 +222,7 @@ def check_routing(case: Case, told: Told, found: Sequence[tuple[float, ...]]) ->
         tokens = case.batch * case.m * case.dp * case.sequence
         wanted += [tokens, tokens * balance, tokens * z, len(dropped), *counts]
         wanted += counted if tells_first(settings(case).model) else []
-    for values in found:
+    for values in (outcome.routing[step] for outcome in outcomes):
         for value, exact in zip(values, wanted, strict=True):
             narrow = case.dtype != "fp64" and not isinstance(exact, int)
             assert narrow or abs(value - exact) <= 1e-12 * abs(exact), (
@@ -230,15 +235,15 @@ def check_gradients(
     weights: Params,
     grads: Params,
     step: int,
-    routing: Sequence[tuple[float, ...]],
     given: Sequence[Tensor],
-) -> None:
-    """At the weights that the ranks had, under `given` choices of experts."""
+) -> Told:
+    """At the weights that the ranks had, under `given` choices of experts; returns what routing
+    tells there."""
     batch = batch_of(plain(case), step)
     errors = (plain_error(case, weights, batch, step, draw, given) for draw in range(DRAWS))
     known = gradients_at(case, weights, batch, step, given)
     compare_gradients(case, grads, known, errors)
-    check_routing(case, known.told, routing)
+    return known.told
 
 
 def compare_gradients(
@@ -315,7 +320,7 @@ def check_training(case: Case, outcomes: Sequence[Outcome], grads: Sequence[Para
     steps, _ = expected(plain(case), wire_of(case))
     for i, ref in enumerate(steps):
         reference.assert_grads_close(grads[i], ref.grads)
-        check_routing(case, ref.told, [o.routing[i] for o in outcomes])
+        check_routing(case, ref.told, outcomes, i)
         for outcome in outcomes:
             assert_scalar_close("loss", outcome.losses[i], ref.loss, 1e-12)
             assert_scalar_close("gradient norm", outcome.norms[i], ref.grad_norm, 1e-10)

@@ -51,9 +51,9 @@ def settings(name: str) -> Iterator[Case]:
             yield from _legal(name, [(sum(replicas), 5)], {"replicas": replicas})
 
 
-def smallest(name: str, ranks: int) -> Iterator[Case]:
-    """The fewest micro-batches on these ranks, if they are not refused."""
-    yield from _legal(name, [(ranks, 1)], {})
+def smallest(name: str, ranks: int, least: int = 1) -> Iterator[Case]:
+    """The fewest micro-batches on these ranks, but at `least` so many, if they are not refused."""
+    yield from _legal(name, [(ranks, least)], {})
 
 
 def _legal(name: str, sizes: list[tuple[int, int]], options: dict[str, Any]) -> Iterator[Case]:

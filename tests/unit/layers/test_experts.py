@@ -1,4 +1,5 @@
-"""Experts in narrow types: compared under the choice that was made, which is checked by itself."""
+"""Experts in narrow types, compared under the choice that was made, which is checked by itself; and
+what routers compute in."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from megapipe.layers import routing
+from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
 from tests.parity import reference
+from tests.parity.chosen import evenly
 from tests.parity.mixture import Told
 from tests.parity.ranks import Case, configure
 from tests.parity.stage_cases import main_grads, new_stage
@@ -59,3 +62,72 @@ def test_gradients_are_as_exact_as_plain_ones(kind: str, moe: str, dtype: str) -
     _, exact = reference.loss_and_grads(params, exact_model, batch, told=told[0])
     _, plain = reference.loss_and_grads(params, model, batch, scale=factor, told=told[1])
     reference.assert_error_like(grads, plain, exact, kind=lambda name: name.partition(".")[0])
+
+
+class Forward:
+    """A forward of a small model with experts, and what these were given, found and returned."""
+
+    def __init__(self, **case: Any) -> None:
+        model = configure(Case(tied=False, **case))[0].model
+        tokens, labels, mask = reference.random_batch(model, ROWS, LENGTH, seed=1)
+        self.mb = MicroBatch(0, 0, 1, tokens, labels, mask)
+        self.stage, _ = new_stage(model, reference.init_random(model, seed=3))
+        self.layers = [each for each in self.stage.module.modules() if isinstance(each, Experts)]
+        self.tokens: list[Tensor] = []
+        """Of each layer, [tokens, h]."""
+        self.logits: list[Tensor] = []
+        """[tokens, experts]."""
+        self.outputs: list[Tensor] = []
+        """[tokens, h]."""
+        for layer in self.layers:
+            layer.register_forward_hook(self._note)
+        scores = routing.scores
+
+        def spy(logits: Tensor, how: Any) -> Tensor:
+            self.logits.append(logits)
+            return scores(logits, how)
+
+        with mock.patch.object(routing, "scores", spy):
+            self.stage.forward((0, 0), None, self.mb)
+
+    def _note(self, _: Any, given: tuple[Any, ...], output: Tensor) -> None:
+        self.tokens.append(given[0].detach().flatten(0, 1))
+        self.outputs.append(output.detach().flatten(0, 1))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("moe", ["top 2", "groups"])
+def test_a_router_computes_in_fp32(moe: str, dtype: str) -> None:
+    """Row 7.02: from tokens and weights in the model's type; a product in that type is another."""
+    run = Forward(moe=moe, dtype=dtype, layers=3)
+    narrow = reference.COMPUTE_DTYPES[dtype]
+    for layer, tokens, logits in zip(run.layers, run.tokens, run.logits, strict=True):
+        router = layer.router.detach()
+        assert tokens.dtype == router.dtype == narrow
+        assert logits.equal(tokens.float() @ router.float().t())
+        assert not logits.equal((tokens @ router.t()).float())
+
+
+def test_a_token_whose_only_choice_is_dropped_has_no_output() -> None:
+    """Row 7.02 (Switch): it passes on the residual alone."""
+    found: list[tuple[Tensor, Tensor]] = []
+    with recorded(found):
+        run = Forward(moe="top 1, capacity 1", dtype="fp64")
+    ((_, choice),), (output,) = found, run.outputs
+    dropped = (choice < 0).flatten()
+    assert 0 < dropped.sum() < ROWS * LENGTH
+    assert not output[dropped].any()
+    assert output[~dropped].any(1).all()
+
+
+def test_with_one_choice_each_the_balance_term_is_one_where_tokens_are_spread_evenly() -> None:
+    """Row 7.02: whatever their scores are."""
+    with evenly():
+        run = Forward(moe="top 1, capacity 1", dtype="fp64")
+    (layer,) = run.layers
+    tokens, balance, _, dropped, *counts = run.mb.loads[layer.layer].tolist()
+    assert balance / tokens == pytest.approx(1, rel=1e-14)
+    assert dropped == 0
+    assert counts == [tokens / 4] * 4
+    scores = run.logits[0].softmax(-1)
+    assert scores.max() > 0.3, "scores are not even"

@@ -163,7 +163,8 @@ def test_topologies_that_are_refused(overrides: tuple[str, ...], words: str) -> 
 
 
 def test_sixteen_times_fewer_bytes_where_rows_are_sixteen_times_the_matrices() -> None:
-    """Janus' R: rows of one forward, there and back, by the values of all experts' matrices."""
+    """Row 7.15 (Janus): R is the rows of one forward, there and back, by the values of all experts'
+    matrices."""
     sizes = ("model.moe.ffn=16", "model.bias=false", "train.sequence_length=64")
     tokens, matrices = 32 * 64, 16 * 2 * 16
     assert 2 * tokens * 2 == 16 * matrices

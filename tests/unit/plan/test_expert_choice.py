@@ -272,6 +272,30 @@ def test_reductions_in_pieces_are_waited_for_less() -> None:
     assert {cost.wait for cost in found("parallel.per_node=8")} != {0.0}
 
 
+def test_experts_of_another_stage_of_the_rank_are_waited_for_as_one_piece() -> None:
+    """Row 7.14: their gradients are not cut. Where owners have them alone nothing is reduced, and
+    where there are copies they are reduced at the end of a step."""
+    keys = ("model.layers=4", "parallel.pp=2", "parallel.ep=4", "parallel.per_node=2")
+    keys = (*keys, "optimizer.reduce_chunk_mib=0.05", "optimizer.zero=1")
+    turns = ("pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2")
+
+    def longest(*more: str) -> tuple[float, float, float]:
+        """The longest wait of the last layer, dense piece of its rank, and piece of experts."""
+        config, layout = given(*keys, *more)
+        pieces: dict[bool, list[float]] = {False: [], True: []}
+        for bucket in process_buckets(config, layout, 1):
+            pieces[bucket.experts].append(exchanged(config, layout, bucket)[0])
+        wait = max(cost.wait for cost in found(*keys, *more, layer=3))
+        return wait, max(pieces[False]), max(pieces[True])
+
+    wait, dense, of_experts = longest(*turns)
+    assert dense < wait <= of_experts
+    copies = ("experts.policy=balance", "experts.slots=1")
+    for others in ((), (*turns, "parallel.ep=8"), (*turns, *copies)):
+        wait, dense, _ = longest(*others)
+        assert 0 < wait <= dense
+
+
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert main(list(argv)) == 0
     return capsys.readouterr().out
