@@ -84,7 +84,7 @@ LONG = [
     Case(dp=2, tp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", layers=4, steps=20),
     Case(dp=2, pp=2, zero=3, chunks=2, m=4, schedule="interleaved_1f1b", tied=False, steps=20),
 ]
-LARS = Case(dp=2, tp=2, zero=2, rule="lars", sequence_parallel=True, layers=2, steps=20)
+LARS = Case(dp=2, tp=2, zero=2, m=1, rule="lars", sequence_parallel=True, layers=2, steps=20)
 UNEVEN_SLICES = [
     Case(pp=2, m=3, schedule="seq1f1b", slices=3, sequence=22, model="llama", masked=0.3),
     Case(tp=2, m=2, schedule="seq1f1b", slices=3, sequence=22, sequence_parallel=True),
