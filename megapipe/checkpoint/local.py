@@ -72,8 +72,10 @@ class LocalPath:
     def is_checkpoint(self) -> bool:
         return is_folder(self.path) and not self.path.is_symlink()
 
-    def withdraw(self) -> None:
-        os.rename(self.path, LocalPath(self.path.parent)._new("removed"))
+    def withdraw(self) -> Path:
+        left = LocalPath(self.path.parent)._new("removed")
+        os.rename(self.path, left)
+        return left
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -200,10 +200,10 @@ class RemotePath:
     def is_checkpoint(self) -> bool:
         return (self / MANIFEST).exists()
 
-    def withdraw(self) -> None:
-        """Without its manifest it is none; the rest goes at once."""
+    def withdraw(self) -> RemotePath:
+        """Without its manifest it is none."""
         (self / MANIFEST).unlink()
-        self.remove()
+        return self
 
     def discard(self) -> None:
         def sweep() -> None:

@@ -43,18 +43,19 @@ def remove(root: Place, checkpoints: Iterable[Place], *, alone: bool = True) -> 
 
     Their names are kept from being given again before they go; where the disk is too full for that,
     after them.
-    Call it on one rank, with no save under way in `root`; if nobody can tell, `alone` is to be
-    False, and what may be half of a save stays. A checkpoint is withdrawn in one step before its
-    files are removed, so a kill in between never leaves half of it.
+    Call it on one rank. Where a save may be under way in `root`, or begin, `alone` is to be False,
+    and what may be half of it stays. A checkpoint is withdrawn in one step before its files are
+    removed, so a kill in between never leaves half of it.
     """
     removed: list[Place] = []
+    left: list[Place] = []
     problems: list[str] = []
     checkpoints = list(checkpoints)
     not_noted = _note(root, checkpoints)
     marks = _marks(root)
     for path in checkpoints:
         try:
-            at(path).withdraw()
+            left.append(at(path).withdraw())
             removed.append(path)
             if (mark := f"{FAILED_PREFIX}{path.name}") in marks:
                 at(root / mark).unlink()
@@ -65,8 +66,7 @@ def remove(root: Place, checkpoints: Iterable[Place], *, alone: bool = True) -> 
             at(root).sync()
         except OSError as error:
             problems.append(_cannot(root, error))
-    if alone:
-        problems += clear_leftovers(root).problems
+    problems += (clear_leftovers(root) if alone else _clear(left)).problems
     if not_noted is not None and (still_not := _note(root, removed)) is not None:
         problems.append(still_not)
     return Removal(removed, problems)
@@ -93,12 +93,16 @@ def _note(root: Place, checkpoints: Iterable[Place]) -> str | None:
 
 def clear_leftovers(root: Place) -> Removal:
     """Remove what killed saves and removals left in `root`, if it is there, as :func:`remove`."""
-    removed: list[Place] = []
-    problems: list[str] = []
     try:
         found = leftovers(root)
     except CheckpointError as error:
         return Removal([], [str(error)])
+    return _clear(found)
+
+
+def _clear(found: Iterable[Place]) -> Removal:
+    removed: list[Place] = []
+    problems: list[str] = []
     for leftover in found:
         try:
             at(leftover).remove()

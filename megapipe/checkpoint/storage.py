@@ -52,8 +52,8 @@ class Stored(Protocol):
     def is_checkpoint(self) -> bool:
         """Whether this was published, and is not withdrawn."""
 
-    def withdraw(self) -> None:
-        """Make this no checkpoint any more, in one step; what is left of it is a leftover."""
+    def withdraw(self) -> "Place":
+        """Make this no checkpoint any more, in one step; returns what is left of it, a leftover."""
 
     def discard(self) -> None:
         """Remove as much of an attempt as can be removed, without an error."""

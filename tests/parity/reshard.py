@@ -193,15 +193,21 @@ def one_state_for_the_other() -> AbstractContextManager[Any]:
 
 def a_tied_copy_left_as_it_was() -> AbstractContextManager[Any]:
     """The last stage keeps what it had, but for the slice that it owns."""
-    set_weights = Shard.set_weights
+    set_weights, in_place = Shard.set_weights, Shard.weights_in_place
+
+    def is_last(shard: Shard) -> bool:
+        return shard.bucket.shared and shard.axis.index == shard.axis.size - 1
 
     def wrong(self: Shard, entry: Entry, values: Tensor) -> None:
-        if self.bucket.shared and self.axis.index == self.axis.size - 1:
+        if is_last(self):
             self.set_state("model", entry, values)
         else:
             set_weights(self, entry, values)
 
-    return mock.patch.object(Shard, "set_weights", wrong)
+    def nowhere(self: Shard, entry: Entry) -> Tensor | None:
+        return None if is_last(self) else in_place(self, entry)
+
+    return mock.patch.multiple(Shard, set_weights=wrong, weights_in_place=nowhere)
 
 
 def weights_without_their_masters() -> AbstractContextManager[Any]:

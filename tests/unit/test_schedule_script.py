@@ -12,9 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.cli import parse
-from megapipe.layout.costs import placement_cost
-from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import head_flops, layer_flops
 from megapipe.schedule.commands import COMMANDS, main
@@ -485,14 +482,6 @@ def test_costs_of_a_configuration(tmp_path):
     assert (taken.returncode, taken.stdout) == (2, "")
     assert f"argument --cost: F is in {path} already" in taken.stderr
     assert len(taken.stderr.splitlines()) == 1
-    file = tmp_path / "found.csv"
-    size = ["--ranks", "2", "--microbatches", "4", "--evaluations", "9"]
-    searched = run("search", *size, "--placement", "v", "-o", str(file), "--json")
-    assert searched.stderr == ""
-    config, _ = resolve(parse([str(path)]).config, None, None, where=str(path))
-    found = from_csv(file.read_text(encoding="utf-8"))
-    timed = simulate(found, placement_cost(config, found.placement))
-    assert json.loads(searched.stdout)["value"] == timed.makespan
 
 
 def test_deviation(ask):

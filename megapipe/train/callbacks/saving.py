@@ -278,8 +278,10 @@ class Saving(Callback):
 
 
 def _remove_all_but_weights(root: Place, old: list[Place]) -> list[str]:
-    """Remove checkpoints but for those of weights alone; returns the problems."""
-    return remove(root, [path for path in old if not _has_weights_alone(path)]).problems
+    """Remove checkpoints but for those of weights alone, also while another is being saved; returns
+    the problems."""
+    old = [path for path in old if not _has_weights_alone(path)]
+    return remove(root, old, alone=False).problems
 
 
 def _has_weights_alone(path: Place) -> bool:

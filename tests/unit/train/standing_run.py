@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from megapipe.distributed.mesh import Axis
 from megapipe.layout.resolve import resolve
 from megapipe.left_out import LeftOut
 from megapipe.observe.record import StepRecord, ValidationRecord
-from megapipe.train.callbacks import Callback, Run
+from megapipe.train.callbacks import Callback, Run, Step
 from megapipe.train.callbacks.several import Callbacks
 from megapipe.train.update import StepResult
 from megapipe.watch.journal import Journal
@@ -112,3 +113,23 @@ def result(number: int, **values: Any) -> StepResult:
     """That of step `number`, counted from 1."""
     usual = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.5, "tokens": 100, "seconds": 4.0}
     return StepResult(step=number - 1, **{**usual, **values})
+
+
+def turn(number: int, **values: Any) -> Step:
+    return Step(number, last=number == STEPS, **values)
+
+
+def asked(callback: Callback, run: Run, wanted: str) -> list[int]:
+    """The steps for which it makes this request; it makes no other one."""
+    steps = [turn(number) for number in range(1, STEPS + 1)]
+    for step in steps:
+        callback.before_step(run, step)
+        assert step in (turn(step.number), replace(turn(step.number), **{wanted: True}))
+    return [step.number for step in steps if getattr(step, wanted)]
+
+
+def keeps(callback: Callback, run: Run, request: str) -> bool:
+    """Whether a request that another has made stays."""
+    step = turn(1, **{request: True})
+    callback.before_step(run, step)
+    return bool(getattr(step, request))

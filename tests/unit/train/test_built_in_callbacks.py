@@ -6,9 +6,6 @@ import errno
 import json
 import math
 import os
-import shutil
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,47 +13,21 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
-import torch
 
-from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, save, whole
 from megapipe.data.build import HeldOutBatches
 from megapipe.errors import ConfigError
 from megapipe.observe import samples
 from megapipe.observe.record import ValidationRecord
 from megapipe.observe.summary import read_summary
-from megapipe.train.callbacks import Callback, Run, Step, Wishes, schedule_auto, timelines
-from megapipe.train.callbacks import saving as callback_saving
+from megapipe.train.callbacks import Callback, Run, schedule_auto, timelines
 from megapipe.train.callbacks.profiling import Profiling
 from megapipe.train.callbacks.reports import Reports
 from megapipe.train.callbacks.sample_log import SampleLog
-from megapipe.train.callbacks.saving import Clock, Saving
 from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
-from megapipe.train.checkpoint_io import Content
 from megapipe.train.evaluation import Evaluation
-from megapipe.train.run_folder import RunFolder
-from tests.unit.train.standing_run import STEPS, reported, result, standing_run
-
-
-def turn(number: int, **values: Any) -> Step:
-    return Step(number, last=number == STEPS, **values)
-
-
-def asked(callback: Callback, run: Run, wanted: str) -> list[int]:
-    """The steps for which it makes this request; it makes no other one."""
-    steps = [turn(number) for number in range(1, STEPS + 1)]
-    for step in steps:
-        callback.before_step(run, step)
-        assert step in (turn(step.number), replace(turn(step.number), **{wanted: True}))
-    return [step.number for step in steps if getattr(step, wanted)]
-
-
-def keeps(callback: Callback, run: Run, request: str) -> bool:
-    """Whether a request that another has made stays."""
-    step = turn(1, **{request: True})
-    callback.before_step(run, step)
-    return bool(getattr(step, request))
+from tests.unit.train.standing_run import STEPS, asked, keeps, reported, result, standing_run, turn
 
 
 def test_a_step_is_reported_with_its_speed_and_the_time_that_is_left(tmp_path: Path) -> None:
@@ -319,245 +290,6 @@ def test_a_validation_that_is_stopped_stops_the_run(tmp_path: Path) -> None:
     validation.after_step(run, step)
     assert step.stop
     assert not heard(run).validations
-
-
-def test_checkpoints_are_due_by_steps_by_the_clock_and_at_the_end(tmp_path: Path) -> None:
-    settings = {"checkpoint": {"every": 3}}
-    corpus: Any = None
-    saved: list[tuple[int, bool]] = []
-    for rank, decides in ((0, True), (1, False)):
-        run = standing_run(tmp_path, rank=rank, settings=settings)
-        saving = Saving(RunFolder(tmp_path), Clock(1e-9), run_id="run", corpus=corpus, order="")
-        assert asked(saving, run, "save") == [3, 6, 9, STEPS]
-        assert keeps(saving, run, "save")
-        time.sleep(1e-3)
-        assert saving.wishes(run) == Wishes(save=decides), "one clock for all"
-    saving.clock = Clock(3600)
-    saving.clock._began -= 7200
-    assert saving.clock.due
-    saving.begin(run)
-    assert not saving.clock.due
-    with mock.patch.object(saving, "save", lambda run, number, wait: saved.append((number, wait))):
-        steps = (turn(1), turn(2, save=True), turn(4, stop=True), turn(5, validate=True))
-        for step in (*steps, turn(STEPS, save=True)):
-            saving.after_step(run, step)
-    assert saved == [(2, False), (4, True), (STEPS, True)]
-
-
-WHOLE = SimpleNamespace(has_state=True)
-"""In the place of a checkpoint that is intact."""
-
-
-def made(root: Path, *, step: int, **given: Any) -> Path:
-    """In the place of a save: an empty folder."""
-    path = root / f"step-{step:08d}"
-    path.mkdir(parents=True)
-    return path
-
-
-def test_old_checkpoints_go_when_a_finite_step_has_followed_the_newest(tmp_path: Path) -> None:
-    """What is damaged does not count as kept, and what cannot be removed is told."""
-    folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
-
-    def verified(path: Path, mesh: Any) -> tuple[Any, str]:
-        looked.append(path.name[-1])
-        return (None, f"{path} is damaged") if path.name[-1] in damaged else (WHOLE, "")
-
-    def kept() -> str:
-        return "".join(sorted(path.name[-1] for path in folder.checkpoints.glob("step-*")))
-
-    run = standing_run(
-        tmp_path,
-        settings={"checkpoint": {"keep": 1}},
-        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
-    )
-    saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
-    looked, damaged = list[str](), set[str]()
-    patches = {"verified": verified, "save": made}
-    with mock.patch.multiple(callback_saving, **patches):
-        saving.after_step(run, turn(1, save=True, results=[result(1)]))
-        saving.after_step(run, turn(2, save=True, results=[result(2)]))
-        assert kept() == "12", "no step has followed the second"
-        saving.after_step(run, turn(3, results=[result(2)]))
-        saving.after_step(run, turn(4, results=[result(3, grad_norm=math.inf)]))
-        assert (kept(), looked) == ("12", [])
-        saving.after_step(run, turn(5, results=[result(4)]))
-        assert (kept(), looked) == ("2", ["2"])
-        damaged.add("6")
-        saving.after_step(run, turn(6, save=True, results=[result(6)]))
-        saving.after_step(run, turn(7, save=True, results=[result(7)]))
-        assert (kept(), looked) == ("267", ["2", "6"])
-        with mock.patch.object(shutil, "rmtree", side_effect=OSError(16, "Busy")):
-            saving.after_step(run, turn(8, results=[result(8)]))
-    assert looked == ["2", "6", "7"]
-    assert len(list(folder.checkpoints.glob("step-*"))) == 1
-    told = [note for note in reported(run).notes if not note.startswith("saved")]
-    assert told[0].startswith("a damaged checkpoint, which does not count as kept: ")
-    assert told[1].startswith("cannot remove ")
-
-
-def test_training_goes_on_while_a_checkpoint_is_looked_at_and_older_ones_are_removed(
-    tmp_path: Path,
-) -> None:
-    """With saves in the background: what is known is taken at the end of a later step."""
-    folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
-    checks, may_remove = list[Any](), threading.Event()
-
-    class Check:
-        """A look that ends when it is told to."""
-
-        def __init__(self, path: Path, mesh: Any, store: Any) -> None:
-            self.path, self.ended = path, False
-            checks.append(self)
-
-        def finish(self) -> tuple[Any, str]:
-            assert self.ended, "training would wait for it"
-            return WHOLE, ""
-
-    def removed(root: Path, old: list[Path]) -> list[str]:
-        assert may_remove.wait(10)
-        for path in old:
-            path.rmdir()
-        return [f"cannot remove {path} quite" for path in old]
-
-    class Background:
-        """Saves that end when they are told to."""
-
-        step: int | None = None
-        ended = False
-
-        def begin(self, root: Path, *, step: int, **given: Any) -> None:
-            self.step, self.path = step, made(root, step=step)
-
-        def finish(self) -> Path:
-            assert self.ended, "training would wait for it"
-            self.step, self.ended = None, False
-            return self.path
-
-    def after(number: int, *, finish: bool = False, **given: Any) -> None:
-        results = [replace(result(number), wishes=Wishes(finish=finish))]
-        saving.after_step(run, turn(number, results=results, **given))
-
-    def kept() -> str:
-        return "".join(sorted(path.name[-1] for path in folder.checkpoints.glob("step-*")))
-
-    run = standing_run(
-        tmp_path,
-        settings={"checkpoint": {"keep": 1}},
-        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
-    )
-    cast(Any, run.mesh).store = None
-    background: Any = Background()
-    saving = Saving(
-        folder,
-        Clock(0),
-        run_id="run",
-        corpus=cast(Any, corpus),
-        order="",
-        background=background,
-    )
-    patches = {"Check": Check, "_remove_all_but_weights": removed}
-    with mock.patch.multiple(callback_saving, **patches):
-        after(1, save=True)
-        background.ended = True
-        assert saving.wishes(run) == Wishes(finish=True)
-        after(2, save=True, finish=True)
-        assert (kept(), saving.wishes(run)) == ("12", Wishes())
-        background.ended = True
-        after(3, finish=True)
-        (check,) = checks
-        assert (check.path.name[-1], saving.wishes(run)) == ("2", Wishes())
-        after(4, save=True)
-        check.ended = True
-        assert saving.wishes(run) == Wishes(), "the save that has begun is not over"
-        background.ended = True
-        after(5, finish=True)
-        assert len(checks) == 2, "the one that was saved last is looked at"
-        assert (kept(), saving.wishes(run)) == ("124", Wishes())
-        after(6)
-        assert not [note for note in reported(run).notes if "quite" in note]
-        may_remove.set()
-        checks[1].ended = True
-        assert saving.wishes(run) == Wishes(finish=True)
-        after(7, finish=True)
-        saving.end(run)
-    assert kept() == "4"
-    problems = [note for note in reported(run).notes if "quite" in note]
-    assert [note[-8:] for note in problems] == ["01 quite", "02 quite"]
-
-
-def test_a_save_for_which_there_is_no_time_is_not_begun(tmp_path: Path) -> None:
-    """Nobody knows how long the first one takes, and a callback kills nobody."""
-    corpus = SimpleNamespace(digest="", content="", tokenizer="")
-    run = standing_run(
-        tmp_path,
-        settings={"checkpoint": {"grace_s": 30.0}},
-        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
-    )
-    saving = Saving(RunFolder(tmp_path), Clock(0), run_id="a", corpus=cast(Any, corpus), order="")
-    now = 1000.0
-
-    def slow(root: Path, *, step: int, **_: Any) -> Path:
-        nonlocal now
-        now += 20
-        return made(root, step=step)
-
-    def stopped(number: int, since: float | None) -> str:
-        a_step = turn(number, stop=True)
-        stop: Any = SimpleNamespace(since=since)
-        saving.after_step(replace(run, stop=stop), a_step)
-        there = (saving.checkpoints / f"step-{number:08d}").exists()
-        assert there == (not a_step.unsaved)
-        return a_step.unsaved
-
-    clock = SimpleNamespace(monotonic=lambda: now)
-    with mock.patch.multiple(callback_saving, save=slow, time=clock):
-        assert stopped(1, since=now - 29) == ""
-        assert stopped(2, since=now - 5) == ""
-        assert stopped(3, since=None) == ""
-        words = "the last save took 20 s, and {} s are left of checkpoint.grace_s=30"
-        assert stopped(4, since=now - 11) == words.format(19)
-        assert stopped(5, since=now - 99) == words.format(0)
-
-
-def test_checkpoints_of_every_so_many_steps_stay(tmp_path: Path) -> None:
-    folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
-
-    run = standing_run(
-        tmp_path,
-        settings={"checkpoint": {"keep": 1, "keep_every": 4}},
-        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
-    )
-    saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
-    patches = {"verified": lambda path, mesh: (WHOLE, ""), "save": made}
-    with mock.patch.multiple(callback_saving, **patches):
-        for step in range(1, 8):
-            saving.after_step(run, turn(step, save=True, results=[result(step)]))
-        saving.after_step(run, turn(8, results=[result(8)]))
-    assert {path.name[-1] for path in folder.checkpoints.glob("step-*")} == {"4", "7"}
-
-
-def test_weights_alone_are_neither_counted_nor_removed(tmp_path: Path) -> None:
-    folder, corpus = RunFolder(tmp_path), SimpleNamespace(digest="", content="", tokenizer="")
-    meta = Meta(run_id="a", layout={}, coordinates={}, config={})
-    pieces = [Piece("model/a", (2,), whole((2,)), torch.ones(2))]
-    for step in (1, 8, 9):
-        save(folder.checkpoints, step=step, pieces=pieces, meta=meta, group=Alone())
-
-    def verified(path: Path, mesh: Any) -> tuple[Any, str]:
-        return (Checkpoint.open(path) if path.name[-1] in "189" else WHOLE), ""
-
-    run = standing_run(
-        tmp_path,
-        settings={"checkpoint": {"keep": 1}},
-        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
-    )
-    saving = Saving(folder, Clock(0), run_id="run", corpus=cast(Any, corpus), order="")
-    with mock.patch.multiple(callback_saving, verified=verified, save=made):
-        for step in range(2, 6):
-            saving.after_step(run, turn(step, save=True, results=[result(step)]))
-        saving.after_step(run, turn(6, results=[result(6)]))
-    assert {path.name[-1] for path in folder.checkpoints.glob("step-*")} == set("1589")
 
 
 @pytest.mark.parametrize("taken", [-1, 10])
