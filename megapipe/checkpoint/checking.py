@@ -21,7 +21,7 @@ from megapipe.errors import CheckpointError
 
 class Check:
     """A look at the checkpoint at `path` by all ranks of `group`, which begins at once; `counter`
-    is a store that they reach. One checkpoint is looked at once."""
+    is a store that they reach. One checkpoint is looked at once, and has the same path on all."""
 
     def __init__(self, path: Place, group: Group, counter: Counter) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class Check:
         except Exception as error:
             self._problem = f"{self.path}: rank {group.rank}: {described(error)}"
         self._read.set()
-        key = f"megapipe/looked at/{self.path.name}"
+        key = f"megapipe/looked at/{self.path}"
         with contextlib.suppress(Exception):  # the store is gone, with the job
             self._counter.add(key, 1)
             while group.rank == 0 and self._counter.add(key, 0) < group.world:

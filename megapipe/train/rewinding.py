@@ -23,7 +23,7 @@ class Rewinding:
 
     One has also failed where numbers are not finite in the step that follows it, whatever its
     samples: starts pass over it from then on. `begun` is the run's own checkpoint that this start
-    goes on from, if any.
+    goes on from, if any, with the model and the optimizer as they were.
     """
 
     def __init__(self, saving: Saving, failed: list[Place], begun: Checkpoint | None) -> None:
@@ -74,7 +74,7 @@ class Rewinding:
         most, skipped = run.config.numbers.rewinds, list[str]()
         while True:
             found = newest_intact(self._saving.checkpoints, run.mesh, self._failed)
-            skipped += found.skipped
+            skipped += [reason for reason in found.skipped if reason not in skipped]
             if (checkpoint := found.checkpoint) is None:
                 raise _ended(problem, f"there is no checkpoint to go back to; {ADVICE}")
             self._times = self._times + 1 if checkpoint.path == self._last else 1

@@ -159,7 +159,8 @@ class Trainer:
                 else None
             ),
         )
-        self.rewinding = Rewinding(self.saving, self.source.failed, own)
+        anew = any(each.key.startswith(("optimizer.", "model.")) for each in self.changes.told)
+        self.rewinding = Rewinding(self.saving, self.source.failed, None if anew else own)
         self.stragglers = StragglerWatch(mesh, config.log.stragglers_every)
         first: list[Callback] = [
             Profiling(),

@@ -54,13 +54,14 @@ def test_a_run_that_goes_back_takes_an_older_one(stopped: Path, tmp_path: Path) 
     assert (folder / CHECKPOINTS / "step-00000005").exists()
 
 
-def test_a_checkpoint_that_steps_have_followed_is_no_worse_for_it(
-    stopped: Path, tmp_path: Path
+@pytest.mark.parametrize("lr", ["1e30", "1e39"])
+def test_a_checkpoint_is_no_worse_for_another_learning_rate(
+    lr: str, stopped: Path, tmp_path: Path
 ) -> None:
-    """Steps that come later are not finite for their samples."""
+    """At which the second step, or the update of the first, is not finite."""
     folder = Path(shutil.copytree(stopped, tmp_path / "here"))
     shutil.rmtree(folder / CHECKPOINTS / "step-00000003")
-    too_fast = {"optimizer.lr": "1e30", "optimizer.min_lr": "1e30", "run.resume_changes": "allow"}
+    too_fast = {"optimizer.lr": lr, "optimizer.min_lr": lr, "run.resume_changes": "allow"}
     outcome = train(folder, **{"checkpoint.every": "9", "optimizer.clip": "null", **too_fast})
     assert set(outcome.codes) == {6}, outcome.text
     assert not list((folder / CHECKPOINTS).glob(".failed-*"))

@@ -25,37 +25,6 @@ def pairs_of(choice: Choice) -> set[Any]:
     return set(itertools.combinations(choice.items(), 2))
 
 
-class Missing:
-    """Pairs of values that no choice holds so far: for each value a number with a bit for each of
-    the values that it has yet to meet."""
-
-    def __init__(self, pairs: Sequence[Any]) -> None:
-        values = dict.fromkeys(itertools.chain.from_iterable(pairs))
-        self._bits = {value: 1 << number for number, value in enumerate(values)}
-        self._to_meet = dict.fromkeys(values, 0)
-        for a, b in pairs:
-            self._to_meet[a] |= self._bits[b]
-            self._to_meet[b] |= self._bits[a]
-
-    def __contains__(self, pair: Any) -> bool:
-        a, b = pair
-        return bool(self._to_meet[a] & self._bits[b])
-
-    def held_by(self, choice: Choice) -> int:
-        """How many of the pairs a choice holds."""
-        own = self._own(choice)
-        return sum((self._to_meet[value] & own).bit_count() for value in choice.items()) // 2
-
-    def remove(self, choice: Choice) -> None:
-        """Those that a choice holds are missing no more."""
-        own = self._own(choice)
-        for value in choice.items():
-            self._to_meet[value] &= ~own
-
-    def _own(self, choice: Choice) -> int:
-        return sum(map(self._bits.__getitem__, choice.items()))
-
-
 @dataclass(frozen=True)
 class Pairs:
     """Dimensions with their values, the plain one of each first."""
@@ -114,17 +83,21 @@ class Pairs:
 
         Greedy: of some random choices that contain a missing pair, take the one with most of them.
         """
-        missing = Missing(self.all())
+        missing = dict.fromkeys(self.all())  # in order, so that the result is always the same
         choices: list[Choice] = []
-        for pair in self.all():
-            if pair not in missing:
-                continue
+        while missing:
+            pair = next(iter(missing))
             drawn = (self.draw(rng, dict(pair)) for _ in range(DRAWS))
             legal = [choice for choice in drawn if not self.excluded(choice)]
-            best = max(legal, key=missing.held_by, default=None) or self.completion(dict(pair))
-            if best is not None:
-                missing.remove(best)
-                choices.append(best)
+            if not legal and (last := self.completion(dict(pair))) is not None:
+                legal = [last]
+            if not legal:
+                del missing[pair]
+                continue
+            best = max(legal, key=lambda choice: len(pairs_of(choice) & missing.keys()))
+            for held in pairs_of(best):
+                missing.pop(held, None)
+            choices.append(best)
         return self.plainer(choices)
 
     def plainer(self, choices: list[Choice]) -> list[Choice]:

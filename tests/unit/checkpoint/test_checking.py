@@ -83,7 +83,7 @@ def test_nobody_waits_before_the_last_rank_has_read(
     def work(group: ThreadGroup) -> Outcome:
         check = Check(path, group, store)
         if group.rank == 0:
-            until(lambda: store.add(f"megapipe/looked at/{path.name}", 0) == WORLD - 1)
+            until(lambda: store.add(f"megapipe/looked at/{path}", 0) == WORLD - 1)
             assert not check.ended
             go_on.set()
             until(lambda: check.ended)

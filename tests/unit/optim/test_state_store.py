@@ -498,30 +498,3 @@ def test_late_copies_change_nothing_as_long_as_they_are_waited_for(
     update(store, 3)
     plain.update(3)
     assert not store.weights.equal(plain.weights), "copies were late indeed"
-
-
-@pytest.mark.parametrize(
-    ("policy", "dtype", "masters", "states"),
-    [
-        (StatePolicy(), torch.float32, True, True),
-        (StatePolicy(), torch.float64, True, True),
-        (StatePolicy(), torch.bfloat16, False, True),
-        (StatePolicy(master="none"), torch.bfloat16, False, True),
-        (StatePolicy(state_dtype="bf16"), torch.float32, True, False),
-        (StatePolicy(apart=True), torch.float32, False, True),
-        (StatePolicy(place="host"), torch.float32, True, False),
-    ],
-)
-def test_what_can_be_filled_in_place(
-    policy: StatePolicy, dtype: torch.dtype, masters: bool, states: bool
-) -> None:
-    """Masters that are the weights, and states in their type where updates read them."""
-    store = Store(torch.zeros(N, dtype=dtype), NAMES, policy)
-    for name, is_so in (("model", masters), (NAMES[0], states)):
-        memory = store.in_place(name, 10, 20)
-        assert (memory is not None) == is_so, name
-        if memory is not None:
-            memory.fill_(3.0)
-            store.write(name, 10, 20, memory)
-            assert store.read(name, 9, 21).tolist() == [0.0, *[3.0] * 10, 0.0]
-    assert (store.weights[10:20] == 3).all() == masters
