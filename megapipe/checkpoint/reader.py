@@ -247,8 +247,9 @@ class Checkpoint:
 
 
 def readers(path: Place) -> int:
-    """Threads that read a checkpoint: as many as torch computes with, and no more than pay."""
-    return min(torch.get_num_threads(), at(path).most_readers)
+    """Threads that read a checkpoint: as many as torch computes with, two at least, so that one may
+    hash while another waits for the disk, and no more than pay."""
+    return min(max(torch.get_num_threads(), 2), at(path).most_readers)
 
 
 class Found(NamedTuple):
