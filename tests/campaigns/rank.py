@@ -1,12 +1,12 @@
-"""The script that each rank of a campaign's job runs: train.py with one fault, or with none.
+"""What the ranks of a campaign's job are: train.py with one fault, or with none.
 
-The variable PLAN names a folder. Its `plan.json` has the fault's class and arguments; as long as
-the file `armed` is there, the fault has not struck. What it has done is written to `struck.json`.
+As a script it is a rank that nobody starts again. The variable PLAN names a folder. Its `plan.json`
+has the fault's class and arguments; as long as the file `armed` is there, the fault has not struck.
+What it has done is written to `struck.json`.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
@@ -16,11 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megapipe.train import job
 from megapipe.train.callbacks import Callback, Run, Step
 from megapipe.train.main import main
-
-PLAN = "MEGAPIPE_CAMPAIGN_PLAN"
+from tests.campaigns.planned import add_fault
 
 
 class Fault(Callback):
@@ -68,5 +66,5 @@ def callbacks(folder: Path) -> list[Callback]:
 
 
 if __name__ == "__main__":
-    job.start = functools.partial(job.start, callbacks=callbacks(Path(os.environ[PLAN])))
+    add_fault()
     sys.exit(main(sys.argv[1:]))

@@ -12,12 +12,11 @@ from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import STAGING_PREFIX
 from megapipe.errors import CheckpointError
 from megapipe.observe.samples import check, read_samples
-from tests.campaigns.rank import PLAN
+from tests.campaigns.planned import PLAN
 from tests.parity.jobs import Job, Outcome, arguments, tiny
 from tests.parity.launches import run_forked
 from tests.parity.stopped_runs import assert_same_files
 
-SCRIPT = "tests/campaigns/rank.py"
 LIMIT_S = 900.0
 """A job that takes longer hangs: eight processes may share two cores with others."""
 
@@ -83,13 +82,14 @@ def launched(
     job: Job, ranks: int, environ: Mapping[str, str], *args: str, restarts: int = 3
 ) -> None:
     """Start ranks of a run by a launcher that starts them again."""
-    launch = ["-m", "megapipe.launch", "--nproc", str(ranks), "--restarts", str(restarts)]
-    job.start([*launch, SCRIPT, *args], environ)
+    launch = ["tests/campaigns/launch.py", "--nproc", str(ranks), "--restarts", str(restarts)]
+    job.start([*launch, "train.py", *args], environ)
 
 
 def forked(folder: Path, ranks: int, environ: Mapping[str, str], *args: str) -> Outcome:
     """Run ranks without a launcher to their end."""
-    return run_forked(folder, ranks, *args, script=SCRIPT, environ=environ, limit_s=LIMIT_S)
+    script = "tests/campaigns/rank.py"
+    return run_forked(folder, ranks, *args, script=script, environ=environ, limit_s=LIMIT_S)
 
 
 class Wholes:
