@@ -29,8 +29,9 @@ from megapipe.train.step import TrainStep
 PP, MICROBATCHES, ROWS, SEQUENCE, VOCABULARY = 2, 4, 2, 8, 257
 """As small as goes with every schedule."""
 SHARING = 2
-"""Ranks that hold the same weights: of dp, or of cp."""
+"""Ranks that hold the same weights, but for their experts: of dp, or of cp."""
 TOLERANCE = 0.02
+EXPERTS = {"experts": 4, "ffn": 32, "dense_first": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "zero 0": {"optimizer": {"zero": 0}},
     "zero 1": {"optimizer": {"zero": 1}},
@@ -50,7 +51,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "zero 1, post-validation": {"optimizer": {"post_validation": True}},
     **{f"cp 2, zero {n}": {"optimizer": {"zero": n}, "parallel": {"cp": 2}} for n in range(4)},
+    "experts, ep 2, zero 2": {
+        "optimizer": {"zero": 2},
+        "parallel": {"ep": 2},
+        "model": {"moe": EXPERTS},
+    },
+    "experts, edp 2, zero 2": {
+        "optimizer": {"zero": 2},
+        "model": {"moe": EXPERTS, "dtype": "bf16"},
+    },
+    "experts, edp 2, zero 3": {"optimizer": {"zero": 3}, "model": {"moe": EXPERTS}},
 }
+"""With ep 2 a rank's experts are on no other; with edp 2 two have the same ones."""
 
 
 def configure(schedule: str, setting: dict[str, Any]) -> tuple[Config, Layout]:
@@ -59,7 +71,13 @@ def configure(schedule: str, setting: dict[str, Any]) -> tuple[Config, Layout]:
     config = Config.model_validate(
         {
             "model": {**model, **setting.get("model", {})},
-            "parallel": {"pp": PP, "dp": grid.dp, "cp": grid.cp, "device": "cpu"},
+            "parallel": {
+                "pp": PP,
+                "dp": grid.dp,
+                "cp": grid.cp,
+                "ep": grid.ep,
+                "device": "cpu",
+            },
             "pipeline": {"schedule": schedule},
             "optimizer": setting["optimizer"],
             "train": {
@@ -73,8 +91,9 @@ def configure(schedule: str, setting: dict[str, Any]) -> tuple[Config, Layout]:
 
 
 def grid_of(setting: dict[str, Any]) -> Grid:
-    cp = setting.get("parallel", {}).get("cp", 1)
-    return Grid(pp=PP, dp=SHARING // cp, cp=cp)
+    parallel = setting.get("parallel", {})
+    cp, ep = parallel.get("cp", 1), parallel.get("ep", 1)
+    return Grid(pp=PP, dp=SHARING // cp, cp=cp, ep=ep)
 
 
 def storages(step: TrainStep) -> dict[int, int]:

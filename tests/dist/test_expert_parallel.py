@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from megapipe.distributed import collectives
+from megapipe.optim.state_store import MASTER
 from megapipe.plan.memory import model_memory
 from megapipe.plan.traffic import step_traffic
 from megapipe.testing import World, run_world
@@ -90,6 +91,46 @@ def test_bytes_are_those_of_the_plan_where_experts_are_chosen_evenly() -> None:
         for sizes in ([sent for _, sent, _ in found], [received for *_, received in found]):
             assert sum(sizes) == sum(e.bytes for e in planned)
         assert held == model_memory(config, layout, 0).parameters
+
+
+HELD = [
+    replace(EVEN, ep=ep, zero=zero, dtype=dtype)
+    for zero in (1, 2, 3)
+    for ep, dtype in ((4, "bf16"), (2, "bf16"), (2, "fp64"))
+]
+"""Experts of which there is one copy, or two."""
+
+
+def lasting(step: TrainStep) -> int:
+    """Bytes of weights, main gradients, masters and states; a storage counts once."""
+    tensors: list[Tensor] = []
+    for shard in step.optimizer.shards:
+        bucket, store = shard.bucket, shard.store
+        tensors += [bucket.weights, shard.weights, *bucket.grads, *bucket.early]
+        tensors += [store.read(name, 0, 0) for name in (MASTER, *store.states)]
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def run_held(world: World) -> list[int]:
+    """Of each case what is held after a step."""
+    found = []
+    for case in HELD:
+        config, layout = configure(case)
+        step = TrainStep(config, layout, world.mesh(case.grid))
+        step.train(0, Rows(case))
+        step.settle()
+        found.append(lasting(step))
+    return found
+
+
+def test_memory_of_experts_is_that_of_the_plan() -> None:
+    """Their gradients, masters and states too, by the ZeRO stage of the ranks that have the same
+    ones."""
+    planned = [model_memory(*configure(case), 0).lasting for case in HELD]
+    for rank in run_world(4, run_held):
+        for case, found, wanted in zip(HELD, rank, planned, strict=True):
+            assert found == wanted, case.name
 
 
 PYRAMID = Case(dp=4, ep=2, moe="pyramid", layers=3, tied=False, vocab=512)
