@@ -19,9 +19,10 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.cases import END
-from tests.parity.context_faults import FAULTS, run_faults
+from tests.parity.context_faults import FAULTS
 from tests.parity.expected import expected
 from tests.parity.faults import outcomes_of_faults
+from tests.parity.marks import in_parts, selected
 from tests.parity.ranks import Case, Rows, check_case, configure, run_case, run_cases
 
 DOCUMENTS = Case(cp=4, context="usp", documents=True, masked=0.3, sequence=16)
@@ -50,9 +51,14 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", sorted({case.world for case in CASES}))
-def test_cases(world: int) -> None:
-    cases = [case for case in CASES if case.world == world]
+@in_parts(
+    ("world", "every"),
+    [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (8, 1)],
+    default=[(1, 1), (2, 1), (3, 1)],
+    full=[(4, 2), (8, 1)],
+)
+def test_cases(world: int, every: int) -> None:
+    cases = [case for case in CASES if case.world == world][::every]
     results = run_world(world, run_cases, cases)
     for i, case in enumerate(cases):
         try:
@@ -147,7 +153,7 @@ def told(world: World, case: Case, other: int | None) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("other", "of"), [(1, "0"), (2, "3"), (3, "2"), (None, "")])
+@in_parts(("other", "of"), [(1, "0"), (2, "3"), (3, "2"), (None, "")], full=[(2, "3")])
 def test_ranks_that_share_samples_compare_them(other: int | None, of: str) -> None:
     """With pipeline.debug, on every rank; ranks 0 and 1 are of a cp group, and 2 and 3."""
     case = Case(dp=2, cp=2, debug=True, batch=2, m=2)
@@ -161,13 +167,15 @@ def test_ranks_that_share_samples_compare_them(other: int | None, of: str) -> No
     assert "(parallel.cp)" in line
 
 
+IN_CI = [*FAULTS][::3]
+
+
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=IN_CI, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"difference is|own it"):
         check_case(FAULTS[fault], outcomes[fault.__name__])
@@ -175,8 +183,9 @@ def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
 
 @pytest.mark.full
 def test_the_cases_pass_without_a_fault() -> None:
-    for size in sorted({case.world for case in FAULTS.values()}):
-        cases: list[Case] = [case for case in set(FAULTS.values()) if case.world == size]
+    given = {FAULTS[fault] for fault in IN_CI}
+    for size in sorted({case.world for case in given}):
+        cases = [case for case in given if case.world == size]
         results = run_world(size, run_cases, cases)
         for i, case in enumerate(cases):
             check_case(case, [rank[i] for rank in results])

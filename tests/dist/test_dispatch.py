@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,9 @@ from megapipe.train.step import TrainStep
 from tests.parity.bitwise import check_groups
 from tests.parity.cases import Rows
 from tests.parity.chosen import chosen, evenly
-from tests.parity.dispatch_faults import FAULTS, run_faults
+from tests.parity.dispatch_faults import FAULTS
 from tests.parity.faults import outcomes_of_faults
+from tests.parity.marks import in_parts, selected
 from tests.parity.moved_experts import layers_of
 from tests.parity.outcome import Outcome
 from tests.parity.ranks import Case, check_case, configure, run_case
@@ -85,11 +86,10 @@ def test_no_form_changes_a_bit() -> None:
     check_groups(of_world(2)[::3])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
-def test_no_form_changes_a_bit_in_more_layouts(world: int) -> None:
+@in_parts(("world", "every"), [(2, 1), (4, 1), (4, 2)], full=[(4, 2)])
+def test_no_form_changes_a_bit_in_more_layouts(world: int, every: int) -> None:
     """Row 7.08 (Tutel): on four ranks two hops have the bits of one."""
-    check_groups(of_world(world))
+    check_groups(of_world(world)[::every])
 
 
 def test_others_compute_what_the_reference_does() -> None:
@@ -97,10 +97,9 @@ def test_others_compute_what_the_reference_does() -> None:
     check_groups([[case] for case in CLOSE if case.world == 2][::4])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
-def test_others_in_more_layouts(world: int) -> None:
-    check_groups([[case] for case in CLOSE if case.world == world])
+@in_parts(("world", "every"), [(2, 1), (4, 1), (4, 2)], full=[(4, 2)])
+def test_others_in_more_layouts(world: int, every: int) -> None:
+    check_groups([[case] for case in CLOSE if case.world == world][::every])
 
 
 class Exchange(NamedTuple):
@@ -166,11 +165,11 @@ CHOOSING = {"evenly": evenly, "experts of the first ranks": partial(chosen, ((1,
 """Of the latter other ranks' experts have no rows."""
 
 
-def run_forms(world: World) -> list[dict[str, list[Exchange]]]:
+def run_forms(world: World, forms: Sequence[Case]) -> list[dict[str, list[Exchange]]]:
     """What each form exchanges in a step in which tokens choose evenly, or experts of the first
     ranks alone; where there is room for all rows, in each as they please."""
     results: list[dict[str, list[Exchange]]] = []
-    for case in FORMS:
+    for case in forms:
         config, layout = configure(case)
         step = TrainStep(config, layout, world.mesh(case.grid))
         results.append({})
@@ -182,36 +181,43 @@ def run_forms(world: World) -> list[dict[str, list[Exchange]]]:
     return results
 
 
-Exchanges = list[tuple[dict[str, list[Exchange]], ...]]
+Exchanges = list[tuple[Case, tuple[dict[str, list[Exchange]], ...]]]
 
 
-@pytest.fixture(scope="module")
-def exchanges() -> Exchanges:
-    """Of each form, what each rank exchanges."""
-    return list(zip(*run_world(4, run_forms), strict=True))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(slice(None, None, 3), marks=pytest.mark.full, id="some"),
+        pytest.param(slice(None), marks=pytest.mark.slow, id="all"),
+    ],
+)
+def exchanges(request: pytest.FixtureRequest) -> Exchanges:
+    """Of some forms or all, what each rank exchanges."""
+    forms = FORMS[request.param]
+    return list(zip(forms, zip(*run_world(4, run_forms, forms), strict=True), strict=True))
 
 
 def test_bytes_are_those_of_the_plan_where_experts_are_chosen_evenly(exchanges: Exchanges) -> None:
-    for i, of_ranks in enumerate(exchanges):
-        config, layout = configure(FORMS[i])
+    for case, of_ranks in exchanges:
+        config, layout = configure(case)
         counts: Counter[Any] = Counter()
         amounts: Counter[Any] = Counter()
         for each in step_traffic(config, layout, 0):
             if each.axis.startswith("ep") and each.what in ("F", "I", "W"):
                 counts[each.collective, each.members] += each.count
                 amounts[each.collective, each.members] += each.bytes
-        if FORMS[i].dispatch == "hierarchical":
+        if case.dispatch == "hierarchical":
             assert {members for _, members in counts} == {2}, "two hops over two ranks each"
         for found in (rank["evenly"] for rank in of_ranks):
-            assert Counter((e.what, len(e.ranks)) for e in found) == counts, FORMS[i].name
+            assert Counter((e.what, len(e.ranks)) for e in found) == counts, case.name
             sizes: Counter[Any] = Counter()
             for e in found:
                 sizes[e.what, len(e.ranks)] += e.bytes
-            assert sizes == amounts, FORMS[i].name
+            assert sizes == amounts, case.name
 
 
 def test_members_of_a_group_exchange_in_one_order_also_without_rows(exchanges: Exchanges) -> None:
-    for case, both in zip(FORMS, exchanges, strict=True):
+    for case, both in exchanges:
         of_ranks = [rank["experts of the first ranks"] for rank in both]
         groups = {e.ranks for found in of_ranks for e in found}
         assert len(groups) == (4 if case.node else 4 // (case.ep * case.etp)), case.name
@@ -265,12 +271,13 @@ def run_changing(world: World) -> Outcome:
     return outcome
 
 
+@pytest.mark.full
 def test_another_form_at_each_step_leaves_the_trajectory() -> None:
     """Row 7.08: that of one process, without moving weights."""
     check_case(CHANGING, run_world(4, run_changing))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_another_form_at_each_resume_leaves_the_trajectory(tmp_path: Path) -> None:
     base = {
         "model.layers": "2",
@@ -306,12 +313,11 @@ def test_another_form_at_each_resume_leaves_the_trajectory(tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=2, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"difference is|two ranks own it"):
         check_case(FAULTS[fault], outcomes[fault.__name__])

@@ -8,16 +8,17 @@ import pytest
 
 from megapipe.testing import run_world
 from tests.parity.bitwise import assert_bitwise
-from tests.parity.faults import FAULTS, OUTRIGHT, outcomes_of_faults, run_faults, run_with_dropout
+from tests.parity.faults import FAULTS, OUTRIGHT, outcomes_of_faults, run_with_dropout
+from tests.parity.marks import in_parts, selected
 from tests.parity.ranks import Case, check_case, run_cases
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, default=6, full=3, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     ranks = outcomes[fault.__name__]
     texts = {outcome for outcome in ranks if isinstance(outcome, str)}
@@ -29,6 +30,7 @@ def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
         check_case(FAULTS[fault], ranks)
 
 
+@pytest.mark.full
 def test_the_cases_pass_without_a_fault() -> None:
     for size in sorted({case.world for case in FAULTS.values()}):
         cases: list[Case] = [case for case in set(FAULTS.values()) if case.world == size]

@@ -20,7 +20,8 @@ from tests.parity import reference
 from tests.parity.bitwise import assert_bitwise, outcomes_of
 from tests.parity.cases import settings
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.moe_faults import FAULTS, run_faults
+from tests.parity.marks import in_parts, selected, some_or_all
+from tests.parity.moe_faults import FAULTS
 from tests.parity.ranks import Case, Outcome, check_case, run_case, run_cases
 from tests.parity.registry_cases import smallest
 from tests.parity.stopped_runs import (
@@ -175,15 +176,14 @@ def of_world(world: int, cases: list[Case]) -> list[Case]:
     return [case for case in cases if case.world == world]
 
 
-@pytest.mark.parametrize(("world", "every"), [(1, 6), (2, 5), (4, 5)])
-def test_some_cases(world: int, every: int) -> None:
-    check(of_world(world, CASES)[::every])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2])
-def test_half_of_the_cases(world: int) -> None:
-    check(of_world(world, CASES)[1::2])
+@in_parts(
+    ("world", "first", "every"),
+    [(1, 0, 6), (2, 3, 6), (2, 0, 12), (4, 0, 8)],
+    default=[(1, 0, 6), (2, 0, 12)],
+    full=1,
+)
+def test_some_cases(world: int, first: int, every: int) -> None:
+    check(of_world(world, CASES)[first::every])
 
 
 @pytest.mark.slow
@@ -256,8 +256,7 @@ def test_all_choices_on_one_expert_of_a_layer() -> None:
         assert first[3] == last[3] == 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@in_parts("world", [1, 2, 4], full=[2])
 def test_pyramids(world: int) -> None:
     check(of_world(world, PYRAMID))
 
@@ -270,35 +269,24 @@ def of_every_schedule(least: int = 1) -> Iterator[Case]:
             yield replace(case, moe=moe, in_process=True, masked=0.3)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_schedule() -> None:
     check(list(of_every_schedule()))
 
 
-def some_or_all(some: slice) -> Any:
-    """What CI takes, and what else there is."""
-    return pytest.mark.parametrize(
-        "some",
-        [
-            pytest.param(some, marks=pytest.mark.full, id="some"),
-            pytest.param(slice(None), marks=pytest.mark.slow, id="all"),
-        ],
-    )
-
-
-@some_or_all(slice(None, None, 2))
+@some_or_all(5)
 def test_every_schedule_with_experts_on_two_ranks(some: slice) -> None:
     check([replace(case, dp=2, ep=2) for case in of_every_schedule()][some])
 
 
-@some_or_all(slice(2, None, 5))
+@some_or_all(12, first=2)
 def test_every_schedule_between_processes_with_experts_on_two_ranks(some: slice) -> None:
     """Rows travel to experts beside the messages of a pipeline."""
     cases = list(of_every_schedule(least=3))[some]
     check([replace(case, dp=2, ep=2, in_process=False) for case in cases])
 
 
-@pytest.mark.parametrize("moe", ["top 2", "groups", "capacity, score", "random"])
+@in_parts("moe", ["top 2", "groups", "capacity, score", "random"], default=["capacity, score"])
 def test_choices_in_a_narrow_type_are_those_of_the_scores(moe: str) -> None:
     """Other ones are noticed: another expert, one that is dropped, one that is not."""
     case = Case(moe=moe, dtype="bf16")
@@ -329,19 +317,23 @@ def test_which_choices_are_dropped_is_compared() -> None:
         check_case(case, [outcome])
 
 
+IN_CI = [*FAULTS][::3]
+
+
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, default=6, full=IN_CI, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"difference is|two ranks own it"):
         check_case(FAULTS[fault], outcomes[fault.__name__])
 
 
+@pytest.mark.full
 def test_the_cases_of_faults_pass_without() -> None:
-    check(list(dict.fromkeys(FAULTS.values())))
+    check(list(dict.fromkeys(FAULTS[fault] for fault in IN_CI)))
 
 
 def test_bitwise_where_schedules_and_recomputation_differ() -> None:
@@ -377,7 +369,12 @@ def choices_made(world: World, case: Case) -> int:
     return chosen.call_count
 
 
-@pytest.mark.parametrize("activations", ["keep", "full", "stage", "selective", "experts again"])
+@in_parts(
+    "activations",
+    ["keep", "full", "stage", "selective", "experts again"],
+    default=["experts again"],
+    full=1,
+)
 def test_a_choice_is_made_once(activations: str) -> None:
     """In each layer, micro-batch and step, however often it is run."""
     case = replace(ALONE, activations=activations, layers=2, m=3)
@@ -390,6 +387,7 @@ def balances(routing: Sequence[float], choices: Sequence[int]) -> list[float]:
     return [routing[start + 1] / routing[start] for start in starts]
 
 
+@pytest.mark.full
 def test_resumed_bitwise_and_loaded_in_another_layout(tmp_path: Path) -> None:
     base = {
         "model.layers": "3",

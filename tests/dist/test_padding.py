@@ -18,7 +18,8 @@ from tests.parity.bitwise import check_groups
 from tests.parity.cases import Case
 from tests.parity.checking import check_case
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.padding_faults import FAULTS, run_faults
+from tests.parity.marks import in_parts, selected
+from tests.parity.padding_faults import FAULTS
 from tests.parity.ranks import run_case
 
 ALONE = Case(moe="capacity, choice", layers=2, masked=0.3, pad=True)
@@ -74,15 +75,18 @@ def of_world(world: int) -> list[list[Case]]:
     return [group for group in groups if group[0].world == world]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@in_parts("world", [1, 2], default=[2])
 def test_empty_rows_change_nothing(world: int) -> None:
     check_groups(of_world(world)[: 2 if world == 1 else 1])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_empty_rows_change_nothing_in_more_layouts(world: int) -> None:
-    check_groups(of_world(world)[[0, 2, 1, 0, 0][world] :])
+@in_parts(
+    ("world", "first", "every"),
+    [(1, 2, 1), (2, 1, 1), (2, 1, 2), (4, 0, 1)],
+    full=[(2, 1, 2)],
+)
+def test_empty_rows_change_nothing_in_more_layouts(world: int, first: int, every: int) -> None:
+    check_groups(of_world(world)[first::every])
 
 
 def counted(world: World, case: Case) -> int:
@@ -91,7 +95,13 @@ def counted(world: World, case: Case) -> int:
     return count.call_count
 
 
-@pytest.mark.parametrize("form", [{}, FETCHED], ids=["rows", "fetch"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param({}, id="rows", marks=pytest.mark.full),
+        pytest.param(FETCHED, id="fetch", marks=pytest.mark.slow),
+    ],
+)
 def test_nobody_counts(form: dict[str, str]) -> None:
     padded = replace(DATA, **form)
     assert run_world(2, counted, padded) == [0, 0]
@@ -99,12 +109,11 @@ def test_nobody_counts(form: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=2, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match="difference is"):
         check_case(FAULTS[fault], outcomes[fault.__name__])

@@ -28,7 +28,8 @@ from megapipe.train.step import TrainStep
 from tests.parity.cases import Rows
 from tests.parity.collective_recorder import recording
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.placement_faults import COPIED, FAULTS, run_faults
+from tests.parity.marks import in_parts, selected, some_or_all
+from tests.parity.placement_faults import COPIED, FAULTS
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
 from tests.parity.stopped_runs import STEPS, Play, assert_continues, run
 
@@ -122,10 +123,10 @@ def test_copies_change_no_result() -> None:
     check(SMALL[:2])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
-def test_copies_change_no_result_in_more_layouts(world: int) -> None:
-    check(SMALL[2:] if world == 2 else LARGE)
+@some_or_all(3)
+@pytest.mark.parametrize("cases", [SMALL[2:], LARGE], ids=["2", "4"])
+def test_copies_change_no_result_in_more_layouts(cases: list[Case], some: slice) -> None:
+    check(cases[some])
 
 
 GIVEN = [[3], [], [0, 1], []]
@@ -154,7 +155,7 @@ def run_given(world: World, case: Case) -> Outcome:
     "case",
     [
         pytest.param(COPIED, id="two ranks"),
-        pytest.param(replace(COPIED, dp=4, ep=4), id="some without", marks=pytest.mark.full),
+        pytest.param(replace(COPIED, dp=4, ep=4), id="some without", marks=pytest.mark.slow),
     ],
 )
 def test_an_expert_on_two_ranks_equals_one(case: Case) -> None:
@@ -222,8 +223,7 @@ def run_exchanges(world: World, case: Case) -> tuple[list[Exchange], int]:
     return found, held
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("etp", [1, 2])
+@in_parts("etp", [1, 2], full=[1])
 def test_all_members_of_a_group_exchange_in_one_order_also_without_copies(etp: int) -> None:
     case = replace(COPIED, dp=2, tp=2, sequence_parallel=True, ep=4 // etp, etp=etp, zero=1)
     of_ranks = [found for found, _ in run_world(4, run_exchanges, case)]
@@ -274,7 +274,7 @@ def phases_of(step: TrainStep, number: int, case: Case) -> list[str]:
     return [what for what, _ in phases]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@in_parts("world", [2, 4], full=[4])
 def test_weights_of_copies_leave_before_all_rows(world: int) -> None:
     """Row 7.07 (Prophet): right after the update, or where owners gather them first at the
     beginning of a step, also of copies that stay the same. Gradients come home in between, when all
@@ -290,6 +290,7 @@ def test_weights_of_copies_leave_before_all_rows(world: int) -> None:
         assert steps == wanted, case.name
 
 
+@pytest.mark.full
 def test_bytes_of_copies_are_those_of_the_plan_where_slots_are_full() -> None:
     """Two ranks with one slot each, which both fill with an expert of the other."""
     case = replace(COPIED, placement="one slot")
@@ -305,8 +306,7 @@ def test_bytes_of_copies_are_those_of_the_plan_where_slots_are_full() -> None:
         assert held == model_memory(config, layout, 0).parameters
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dispatch", ["all_to_all", "hierarchical"])
+@in_parts("dispatch", ["all_to_all", "hierarchical"], full=["hierarchical"])
 def test_a_resumed_run_has_the_copies_of_the_one_that_was_stopped(
     tmp_path: Path, dispatch: str
 ) -> None:
@@ -337,12 +337,11 @@ def test_a_resumed_run_has_the_copies_of_the_one_that_was_stopped(
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=2, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"difference is|two ranks own it"):
         check_case(FAULTS[fault], outcomes[fault.__name__])

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from tests.parity.faults import outcomes_of_faults
+from tests.parity.marks import in_parts, selected
 from tests.parity.ranks import check_case
-from tests.parity.routing_noise_faults import FAULTS, run_faults
+from tests.parity.routing_noise_faults import FAULTS
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=3, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match="difference is"):
         check_case(FAULTS[fault], outcomes[fault.__name__])

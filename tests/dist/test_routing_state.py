@@ -18,9 +18,10 @@ from megapipe.train.step import TrainStep
 from megapipe.train.update import Update
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.held_models import held_model
+from tests.parity.marks import in_parts, selected
 from tests.parity.ranks import Case, Rows, check_case, configure
 from tests.parity.reference import init_random, logits, random_batch
-from tests.parity.routing_state_faults import FAULTS, run_faults
+from tests.parity.routing_state_faults import FAULTS
 
 STEPS, POISONED = 4, 1
 CASE = Case(moe="step", layers=2, m=2, dtype="fp32", steps=STEPS)
@@ -29,11 +30,11 @@ LARGE = 2.0**20
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=2, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"difference is|not what it was set to"):
         check_case(FAULTS[fault], outcomes[fault.__name__])

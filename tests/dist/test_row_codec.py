@@ -25,8 +25,9 @@ from megapipe.testing import World, run_world
 from tests.parity.bitwise import assert_bitwise, check_groups
 from tests.parity.cases import Case
 from tests.parity.checking import check_case
-from tests.parity.codec_faults import FAULTS, run_faults
+from tests.parity.codec_faults import FAULTS
 from tests.parity.faults import outcomes_of_faults
+from tests.parity.marks import in_parts, selected
 from tests.parity.ranks import run_cases
 
 DATA = Case(dp=2, ep=2, moe="capacity, choice", masked=0.3, layers=2, codec="int8")
@@ -60,10 +61,11 @@ def test_rows_are_coded_as_by_the_reference() -> None:
     check_groups([[case] for case in of_world(2)[:3]])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
-def test_rows_are_coded_as_by_the_reference_in_more_layouts(world: int) -> None:
-    check_groups([[case] for case in of_world(world)[3 if world == 2 else 0 :]])
+@in_parts(("world", "first", "every"), [(2, 3, 1), (4, 0, 1), (4, 1, 2)], full=[(4, 1, 2)])
+def test_rows_are_coded_as_by_the_reference_in_more_layouts(
+    world: int, first: int, every: int
+) -> None:
+    check_groups([[case] for case in of_world(world)[first::every]])
 
 
 NARROW = [
@@ -84,7 +86,7 @@ NARROW = [
 """In each, forms that have the same bits; a codec rounds what is alike to what is alike."""
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@in_parts("world", [2, 4], full=[2])
 def test_no_form_changes_a_bit_in_types_that_a_run_may_have(world: int) -> None:
     groups = [group for group in NARROW if group[0].world == world]
     uncoded = [replace(group[0], codec="none") for group in groups]
@@ -161,6 +163,7 @@ def run_layers(world: World) -> list[tuple[Form, bool, list[list[Tensor]]]]:
     return found
 
 
+@pytest.mark.full
 def test_what_codecs_can_hold_arrives_as_it_was() -> None:
     """There and back, in F and in I: whole layers have the same bits, and others have not."""
     for rank in run_world(2, run_layers):
@@ -171,12 +174,11 @@ def test_what_codecs_can_hold_arrives_as_it_was() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=2, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match="difference is"):
         check_case(FAULTS[fault], outcomes[fault.__name__])

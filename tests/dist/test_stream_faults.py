@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from megapipe.testing import World, run_world
 from megapipe.train.judge import Unsound
 from tests.parity import stale_faults
 from tests.parity.cases import Case, Rows
+from tests.parity.marks import in_parts, selected
 from tests.parity.outcome import Parts, own_values
 from tests.parity.stale_ranks import StaleOutcome, begun, check_stale, run_stale, same_parts
 
@@ -68,49 +70,57 @@ FAULTS = {
 }
 PAUSES = {"look-ahead": range(STASH.steps)}
 """Steps with a validation, by case."""
-ALL = [(name, fault.__name__) for name, faults in FAULTS.items() for fault in faults]
+ALL = {
+    f"{name}-{fault.__name__}": (name, fault.__name__)
+    for name, faults in FAULTS.items()
+    for fault in faults
+}
+IN_CI = [f"{name}-{fault.__name__}" for name, faults in FAULTS.items() for fault in faults[::2]]
 Found = dict[tuple[str, str], StaleOutcome | str]
 """By case and fault, what comes of it on a rank: an outcome, or an error that it leads to."""
 
 
-def with_all_faults(world: World, cases: Sequence[str]) -> Found:
+def with_faults(world: World, wanted: Sequence[tuple[str, str]]) -> Found:
+    """Of cases with a fault, or without where it has no name."""
     found: Found = {}
-    for case, name in (each for each in ALL if each[0] in cases):
-        with getattr(stale_faults, name)():
+    for case, name in wanted:
+        with getattr(stale_faults, name)() if name else nullcontext():
             try:
                 found[case, name] = run_stale(world, CASES[case], PAUSES.get(case, ()))
             except Exception as error:
                 found[case, name] = repr(error)
-    for case in cases:
-        found[case, ""] = run_stale(world, CASES[case], PAUSES.get(case, ()))
     return found
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[Found]:
+def outcomes(request: pytest.FixtureRequest) -> list[Found]:
     """By rank."""
-    alone = [name for name, case in CASES.items() if case.in_process]
-    (one,) = run_world(1, with_all_faults, alone, timeout_s=240)
-    two = run_world(2, with_all_faults, ["tied"], timeout_s=240)
-    three = run_world(3, with_all_faults, ["in turns"], timeout_s=240)
-    return [one | of_two | of_three for of_two, of_three in zip([*two, {}], three, strict=True)]
+    wanted = [*selected(request, "fault", ALL).values()]
+    wanted += [(name, "") for name in selected(request, "name", CASES)]
+    found: list[Found] = [{}, {}, {}]
+    for size in {CASES[name].world for name, _ in wanted}:
+        mine = [each for each in wanted if CASES[each[0]].world == size]
+        for rank, of_rank in enumerate(run_world(size, with_faults, mine, timeout_s=240)):
+            found[rank] |= of_rank
+    return found
 
 
 def seen(name: str, fault: str, ranks: Sequence[Found]) -> list[StaleOutcome | str]:
     return [of_rank[name, fault] for of_rank in ranks[: CASES[name].world]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@in_parts("name", CASES, default=["stash", "tied"], full=1)
 def test_without_a_fault_nothing_is_noticed(name: str, outcomes: list[Found]) -> None:
     found = [each for each in seen(name, "", outcomes) if isinstance(each, StaleOutcome)]
     assert len(found) == CASES[name].world
     check_stale(CASES[name], found)
 
 
-@pytest.mark.parametrize(("name", "fault"), ALL)
-def test_a_fault_is_noticed(name: str, fault: str, outcomes: list[Found]) -> None:
-    found = seen(name, fault, outcomes)
-    said = stale_faults.LEADS_TO.get(getattr(stale_faults, fault))
+@in_parts("fault", ALL, default=13, full=IN_CI)
+def test_a_fault_is_noticed(fault: str, outcomes: list[Found]) -> None:
+    name, seeded = ALL[fault]
+    found = seen(name, seeded, outcomes)
+    said = stale_faults.LEADS_TO.get(getattr(stale_faults, seeded))
     if said is not None:
         assert all(isinstance(each, str) and re.search(said, each) for each in found), found
         return

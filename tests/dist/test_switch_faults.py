@@ -8,6 +8,7 @@ import pytest
 
 from megapipe.testing import run_world
 from tests.parity.faults import outcomes_of_faults
+from tests.parity.marks import selected
 from tests.parity.ranks import check_case
 from tests.parity.switch_faults import FAULTS, run_faults, run_right
 
@@ -17,8 +18,9 @@ SIZES = sorted({case.world for case, _ in FAULTS.values()})
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(SIZES, run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    faults = selected(request, "fault", FAULTS)
+    return outcomes_of_faults({fault: case for fault, (case, _) in faults.items()}, run_faults)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

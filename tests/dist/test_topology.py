@@ -14,7 +14,8 @@ from tests.parity.bitwise import assert_bitwise, check_groups, outcomes_of
 from tests.parity.cases import Case
 from tests.parity.checking import check_case
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.topology_faults import FAULTS, SKEWED, run_faults
+from tests.parity.marks import in_parts, selected
+from tests.parity.topology_faults import FAULTS, SKEWED
 
 NODES: dict[str, Any] = {"dp": 4, "ep": 4, "node": 2, "topology": (8.0, 3.0, 1.0)}
 PIPELINE = replace(SKEWED, pp=2, m=3, layers=4)
@@ -41,10 +42,9 @@ def test_the_term_goes_by_the_rank_of_each_token() -> None:
     check_groups([[case] for case in of_world(2)[:2]])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_term_in_more_layouts(world: int) -> None:
-    check_groups([[case] for case in of_world(world)[2 if world == 2 else 0 :]])
+@in_parts(("world", "first", "every"), [(2, 2, 1), (4, 0, 1), (4, 0, 2)], full=[(4, 0, 2)])
+def test_the_term_in_more_layouts(world: int, first: int, every: int) -> None:
+    check_groups([[case] for case in of_world(world)[first::every]])
 
 
 def test_uniform_bandwidths_are_the_standard_term_to_the_bit() -> None:
@@ -58,8 +58,8 @@ def test_uniform_bandwidths_are_the_standard_term_to_the_bit() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    return outcomes_of_faults(sorted({case.world for case in FAULTS.values()}), run_faults)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
 @pytest.mark.full

@@ -14,9 +14,8 @@ from megapipe.layers import experts, row_codec
 from megapipe.layers.dispatch import Dispatch, Homeward, RowsTravel, _RowsOut
 from megapipe.layers.expert_hops import Hop, Trip
 from megapipe.layers.row_codec import CODECS, UNCODED, RowCodec, Stepped
-from megapipe.testing import World
 from tests.parity.cases import Case
-from tests.parity.faults import Patch, run_of_size
+from tests.parity.faults import Patch
 
 STEPPED = Case(dp=2, ep=2, moe="top 2", masked=0.3, layers=2, codec="int8")
 ROUNDED = replace(STEPPED, codec="bf16")
@@ -100,8 +99,3 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     weights_are_coded: ROUNDED,
     gradients_of_weights_are_coded: ROUNDED,
 }
-
-
-def run_faults(world: World) -> list[tuple[str, Any]]:
-    """Every fault whose case has this world's size."""
-    return run_of_size(world, FAULTS)

@@ -25,9 +25,8 @@ from megapipe.ops import score_blocks
 from megapipe.ops.block_attention import CpuFlash
 from megapipe.ops.scores import Scores
 from megapipe.optim.optimizer import Optimizer
-from megapipe.testing import World
 from megapipe.train.feed import Feed
-from tests.parity.faults import Patch, run_of_size
+from tests.parity.faults import Patch
 from tests.parity.ranks import Case
 
 RING = Case(cp=2, m=2, model="llama", masked=0.3)
@@ -262,8 +261,3 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     distances_by_local_row: replace(RING, model="capped"),
     slopes_of_the_first_heads: replace(ULYSSES, model="bloom"),
 }
-
-
-def run_faults(world: World) -> list[tuple[str, Any]]:
-    """Every fault whose case has this world's size."""
-    return run_of_size(world, FAULTS)

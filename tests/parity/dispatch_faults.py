@@ -15,9 +15,8 @@ from megapipe.layers import expert_hops
 from megapipe.layers.dispatch import Homeward, TokensGathered, _TokensOut
 from megapipe.layers.expert_fetch import Home
 from megapipe.layers.weight_grad import main_grad
-from megapipe.testing import World
 from tests.parity.cases import Case
-from tests.parity.faults import Patch, run_of_size
+from tests.parity.faults import Patch
 
 GATHERED = Case(dp=2, ep=2, moe="top 2", masked=0.3, layers=2, dispatch="all_gather")
 CHUNKS = replace(GATHERED, dispatch="all_to_all", expert_chunks=2)
@@ -83,8 +82,3 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     gradients_of_fetched_experts_stay: replace(FETCHED, expert_chunks=1),
     fetched_gradients_in_the_order_of_chunks: FETCHED,
 }
-
-
-def run_faults(world: World) -> list[tuple[str, Any]]:
-    """Every fault whose case has this world's size."""
-    return run_of_size(world, FAULTS)

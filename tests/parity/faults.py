@@ -474,26 +474,18 @@ def run_with_dropout(world: World) -> list[list[Outcome]]:
     return [[run_case(world, plain)], [run_case(world, recomputing)], [wrong]]
 
 
-def run_faults(world: World) -> list[tuple[str, Outcome | str]]:
-    """Every fault whose case has this world's size."""
-    return run_of_size(world, FAULTS)
-
-
-def run_of_size(
-    world: World, faults: Mapping[Callable[[], Patch], Case]
-) -> list[tuple[str, Outcome | str]]:
-    """Those of some faults whose case has this world's size."""
-    mine = {fault: case for fault, case in faults.items() if case.world == world.size}
-    return [(fault.__name__, run_with(world, fault, case)) for fault, case in mine.items()]
+def run_with_each(world: World, faults: Mapping[Callable[[], Patch], Case]) -> list[Outcome | str]:
+    return [run_with(world, fault, case) for fault, case in faults.items()]
 
 
 def outcomes_of_faults(
-    sizes: Iterable[int], run: Callable[[World], list[tuple[str, Any]]]
+    faults: Mapping[Callable[[], Patch], Case], run: Callable[..., list[Any]] = run_with_each
 ) -> dict[str, list[Any]]:
-    """Per fault, every rank's outcome: what `run` returns, in worlds of these sizes."""
+    """Per fault, every rank's outcome: what `run` returns for it."""
     found: dict[str, list[Any]] = {}
-    for size in sizes:
-        for rank in run_world(size, run):
-            for name, outcome in rank:
-                found.setdefault(name, []).append(outcome)
+    for size in sorted({case.world for case in faults.values()}):
+        mine = {fault: case for fault, case in faults.items() if case.world == size}
+        for rank in run_world(size, run, mine):
+            for fault, outcome in zip(mine, rank, strict=True):
+                found.setdefault(fault.__name__, []).append(outcome)
     return found

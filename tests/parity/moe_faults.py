@@ -29,14 +29,12 @@ from megapipe.optim.buffers import Bucket
 from megapipe.optim.policy import BucketGroups
 from megapipe.optim.rules import layerwise, muon
 from megapipe.optim.shard import Shard
-from megapipe.testing import World
 from megapipe.train import own_totals
 from megapipe.train.feed import Feed
 from tests.parity.cases import Case
 from tests.parity.faults import (
     Patch,
     replicated_parameters_counted_on_every_tp_rank,
-    run_of_size,
 )
 
 EXPERTS = Case(moe="top 2", masked=0.3)
@@ -445,8 +443,3 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     places_of_earlier_slices_free_again: SLICED,
     noise_of_the_first_slice_in_all: replace(SLICED, moe="sliced"),
 }
-
-
-def run_faults(world: World) -> list[tuple[str, Any]]:
-    """Every fault whose case has this world's size."""
-    return run_of_size(world, FAULTS)

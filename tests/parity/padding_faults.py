@@ -13,9 +13,8 @@ from megapipe.layers import expert_padding, experts
 from megapipe.layers.dispatch import TokensGathered
 from megapipe.layers.expert_padding import PaddedRows
 from megapipe.layers.expert_rows import Counts
-from megapipe.testing import World
 from tests.parity.cases import Case
-from tests.parity.faults import Patch, run_of_size
+from tests.parity.faults import Patch
 
 ALONE = Case(moe="capacity, choice", masked=0.3, layers=2, pad=True)
 SPLIT = replace(ALONE, dp=2, ep=2)
@@ -72,8 +71,3 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     dropped_choices_have_the_last_row: SPLIT,
     results_leave_in_the_order_of_experts: GATHERED,
 }
-
-
-def run_faults(world: World) -> list[tuple[str, Any]]:
-    """Every fault whose case has this world's size."""
-    return run_of_size(world, FAULTS)

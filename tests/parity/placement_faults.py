@@ -15,9 +15,8 @@ from megapipe.layers.expert_places import ExpertPlaces
 from megapipe.layers.experts import _ExpertsFunction
 from megapipe.layers.weight_grad import main_grad
 from megapipe.optim.optimizer import Optimizer
-from megapipe.testing import World
 from tests.parity.cases import Case
-from tests.parity.faults import Patch, run_of_size
+from tests.parity.faults import Patch
 
 COPIED = Case(
     dp=2, ep=2, moe="top 2", masked=0.3, layers=2, placement="changing", steps=3, model="llama"
@@ -132,8 +131,3 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     copies_are_counted_in_the_norm: COPIED,
     copies_send_their_gradients_after_the_reduction: replace(COPIED, dp=4, zero=1),
 }
-
-
-def run_faults(world: World) -> list[tuple[str, Any]]:
-    """Every fault whose case has this world's size."""
-    return run_of_size(world, FAULTS)

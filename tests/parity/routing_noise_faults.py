@@ -17,9 +17,8 @@ from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.routing_noise import TokenNoise
 from megapipe.layers.token_shards import TokenShards
-from megapipe.testing import World
 from tests.parity.cases import Case
-from tests.parity.faults import Patch, run_of_size
+from tests.parity.faults import Patch
 
 RANDOM = Case(moe="random", masked=0.3, layers=2)
 
@@ -117,8 +116,3 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     choices_left_out_that_take_places: RANDOM,
     second_choices_kept_by_half_their_share: RANDOM,
 }
-
-
-def run_faults(world: World) -> list[tuple[str, Any]]:
-    """Every fault whose case has this world's size."""
-    return run_of_size(world, FAULTS)

@@ -18,14 +18,13 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
 from megapipe.layers.routing import Chosen
 from megapipe.layers.token_shards import TokenShards
-from megapipe.testing import World
 from megapipe.train import own_totals, routing_state
 from megapipe.train.routing import by_layer
 from megapipe.train.routing_state import RoutingState
 from megapipe.train.step import TrainStep
 from megapipe.train.totals import Totals
 from tests.parity.cases import Case
-from tests.parity.faults import Patch, run_of_size
+from tests.parity.faults import Patch
 
 BIASED = Case(moe="groups", masked=0.3, layers=2)
 COUNTED = replace(BIASED, moe="step")
@@ -201,8 +200,3 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     biases_by_first_choices: FIRST,
     balance_as_if_choices_were_spread_evenly: COUNTED,
 }
-
-
-def run_faults(world: World) -> list[tuple[str, Any]]:
-    """Every fault whose case has this world's size."""
-    return run_of_size(world, FAULTS)

@@ -5,7 +5,7 @@ Each must make the parity check fail, and say what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -294,13 +294,11 @@ def uncompiled() -> Patch:
     return stack
 
 
-def run_faults(world: World) -> list[tuple[str, Outcome]]:
-    """Every fault whose case has this world's size."""
-    mine = {fault: case for fault, (case, _) in FAULTS.items() if case.world == world.size}
+def run_faults(world: World, faults: Mapping[Callable[[], Patch], Case]) -> list[Outcome]:
     found = []
-    for fault, case in mine.items():
+    for fault, case in faults.items():
         with uncompiled(), fault():
-            found.append((fault.__name__, run_case(world, case)))
+            found.append(run_case(world, case))
     return found
 
 

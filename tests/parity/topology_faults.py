@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from megapipe.layers import experts, routing
-from megapipe.testing import World
 from megapipe.train import kernels
 from tests.parity.cases import Case
-from tests.parity.faults import Patch, run_of_size
+from tests.parity.faults import Patch
 
 SKEWED = Case(dp=2, ep=2, moe="top 2", masked=0.3, layers=2, topology=(4.0, 1.0))
 
@@ -66,8 +65,3 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     distances_in_the_gradient_alone: SKEWED,
     distances_in_what_is_told_alone: SKEWED,
 }
-
-
-def run_faults(world: World) -> list[tuple[str, Any]]:
-    """Every fault whose case has this world's size."""
-    return run_of_size(world, FAULTS)
