@@ -263,6 +263,7 @@ def test_flatten() -> None:
     assert flat["model.kv_heads"] is None
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(
     folder=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),

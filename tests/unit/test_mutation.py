@@ -27,6 +27,7 @@ def test_no_group_is_empty(name: str) -> None:
     assert any("pytest.mark.slow" not in of for of in marks), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", SUITES)
 def test_there_is_something_to_change(path: str) -> None:
     assert mutants_of((ROOT / "megapipe" / path).read_bytes())

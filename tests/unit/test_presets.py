@@ -12,6 +12,7 @@ from megapipe.plan.demand import memory_lines
 from megapipe.plan.pace import expected
 from megapipe.schedule.timing.simulate import simulate
 from tests.parity.families import count
+from tests.parity.marks import in_parts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -59,9 +60,10 @@ def test_all_presets_are_here() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {*PARAMETERS, "quickstart"}
 
 
+FILES = sorted(CONFIGS.glob("*.yaml"))
 PATHS = [
     pytest.param(path, marks=pytest.mark.full if path.stem == "mt_nlg_530b" else (), id=path.stem)
-    for path in sorted(CONFIGS.glob("*.yaml"))
+    for path in FILES
 ]
 """Of which one has a schedule of 35 ranks and 1,920 micro-batches, which takes seconds to plan."""
 BUBBLES = {"mt_nlg_530b": 0.07, "gpt2_124m_2bw": 0.13}
@@ -91,7 +93,7 @@ def test_gpt3_sizes_by_formula(name: str) -> None:
     assert PARAMETERS[name] == 12 * layers * h * h + 13 * layers * h + (50257 + 2048 + 2) * h
 
 
-@pytest.mark.parametrize("path", PATHS)
+@in_parts("path", FILES, default=4, full=1, ids=lambda path: path.stem)
 def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
     """Also with a single replica, which shares its states with no other."""
     comment = path.read_text().partition("\nrun:")[0].replace("\n# ", " ")

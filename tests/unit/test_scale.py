@@ -18,6 +18,7 @@ from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.memory import model_memory
 from megapipe.train.step import TrainStep
 from tests.parity.group_order import check_all_are_made, groups_made
+from tests.parity.marks import in_parts
 
 SHAPE = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=4", "train.global_batch=32")
 FEW_LAYERS = "model.layers=4"
@@ -59,7 +60,7 @@ def test_a_step_says_what_the_formulas_say(scale: Any, keys: tuple[str, ...]) ->
         assert seen == scale.expected(config, layout, rank)
 
 
-@pytest.mark.parametrize(
+@in_parts(
     "keys",
     [
         ("model.moe.shared=16", "optimizer.zero=2", "pipeline.schedule=zb_v"),
@@ -72,6 +73,8 @@ def test_a_step_says_what_the_formulas_say(scale: Any, keys: tuple[str, ...]) ->
         ("pipeline.schedule=seq1f1b", "pipeline.slices=3", "model.moe.capacity=1",
          "model.moe.drop=position"),
     ],
+    default=3,
+    full=1,
     ids=" ".join,
 )  # fmt: skip
 def test_a_step_with_experts_says_so_too(scale: Any, keys: tuple[str, ...]) -> None:
@@ -83,6 +86,7 @@ def test_a_step_with_experts_says_so_too(scale: Any, keys: tuple[str, ...]) -> N
         assert any(name.axis.startswith("edp") for name in seen)
 
 
+@pytest.mark.full
 def test_a_step_over_split_positions_says_so_too(scale: Any) -> None:
     """Where cp has the ranks of no other axis; slices attend to the keys of earlier ones."""
     for keys in scale.CONTEXT_CASES.values():
@@ -193,7 +197,7 @@ def test_groups_of_a_job_have_one_name_and_no_order_goes_in_circles(
     check_all_are_made(made)
 
 
-@pytest.mark.parametrize(
+@in_parts(
     "keys",
     [
         ("optimizer.zero=0",),
@@ -207,6 +211,8 @@ def test_groups_of_a_job_have_one_name_and_no_order_goes_in_circles(
         ("optimizer.zero=3", "optimizer.reduce_chunk_mib=1e-6", "model.norm=rmsnorm"),
         ("pipeline.schedule=chimera", "parallel.sequence_parallel=true"),
     ],
+    default=4,
+    full=1,
     ids=" ".join,
 )
 def test_a_process_on_meta_allocates_what_the_formulas_say(

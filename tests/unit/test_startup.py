@@ -45,12 +45,14 @@ def test_the_package_loads_no_torch_before_it_is_asked_for_something() -> None:
     assert not asked.intersection(HEAVY) - modules_after("import torch")
 
 
+@pytest.mark.full
 def test_training_loads_nothing_heavy() -> None:
     loaded = modules_after("import megapipe.train.trainer, megapipe.train.job")
     assert {"torch", "megapipe.train.step", "megapipe.train.kernels"} <= loaded
     assert not loaded.intersection(HEAVY) - modules_after("import torch")
 
 
+@pytest.mark.full
 def test_choosing_kernels_loads_nothing_heavy() -> None:
     """A model that attends over whole sequences needs no more than the import did."""
     loaded = modules_after(

@@ -118,6 +118,7 @@ SCALARS = st.one_of(
 )
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(st.one_of(SCALARS, st.lists(SCALARS, max_size=3)))
 def test_dump_reads_back(value: object) -> None:

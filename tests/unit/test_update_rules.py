@@ -134,6 +134,7 @@ def test_another_name_is_no_rule(wrong: str) -> None:
         parse([f"optimizer.rule={wrong}"])
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_rules")
 def test_the_plan_knows_a_rule_of_the_user_s() -> None:
     """By the command itself; 4 bytes for each state of a parameter."""

@@ -28,6 +28,7 @@ from megapipe.checkpoint.names import FAILED_PREFIX, MANIFEST, POINTER, REMOVED,
 from megapipe.checkpoint.objects import RemotePath
 from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.errors import CheckpointError, ConfigError
+from tests.parity.marks import in_parts
 from tests.parity.object_server import BUCKET, ObjectServer
 from tests.unit.checkpoint.checkpoint_worlds import (
     META,
@@ -167,7 +168,7 @@ def read_all(path: Place) -> None:
 
 
 @pytest.mark.parametrize("file", [MANIFEST, f"00000-0001{SHARD}"])
-@pytest.mark.parametrize("damage", DAMAGES)
+@in_parts("damage", DAMAGES, default=3, full=1)
 def test_damage_is_refused_by_name_and_the_older_one_taken(
     root: Place, store: ObjectServer, damage: str, file: str
 ) -> None:

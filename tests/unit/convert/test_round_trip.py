@@ -30,6 +30,7 @@ from megapipe.model.gpt.hf.weights import to_hf
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
 from tests.parity.converted import assert_same, state_of, write_checkpoint
+from tests.parity.marks import in_parts
 from tests.parity.reference import init_random, random_batch
 from tests.parity.stage_cases import new_stage
 from tests.unit.model.transformers_models import CASES, FAMILIES, MIXTURES, model_of
@@ -80,7 +81,7 @@ def test_every_row_of_the_table_has_a_case() -> None:
     assert {row_of(model_of(case)).model_type for case in ALL} == TABLE.keys()
 
 
-@pytest.mark.parametrize("case", ALL)
+@in_parts("case", ALL, default=3, full=1)
 def test_from_megapipe_to_transformers_and_back(case: str, tmp_path: Path) -> None:
     model = fp32(case)
     params = init_random(model, seed=5, dtype=torch.float32)

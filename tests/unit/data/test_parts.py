@@ -300,6 +300,7 @@ def test_a_field_may_be_missing_further_on(tmp_path: Path, monkeypatch: pytest.M
             all_texts(config(path))
 
 
+@pytest.mark.full
 def test_a_line_longer_than_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dividing, "PART", 1000)
     texts = ["a", "b" * 3_000_000, "c"]

@@ -67,6 +67,7 @@ def run_both(world: World) -> list[tuple[Outcome, Outcome]]:
     return list(zip(off, on, strict=True))
 
 
+@pytest.mark.full
 def test_a_run_has_the_same_bits() -> None:
     for outcomes in run_world(4, run_both, timeout_s=120):
         for case, (off, on) in zip(CASES, outcomes, strict=True):

@@ -86,6 +86,7 @@ def launched(folder: Path, forked: bool) -> list[dict[str, Any]]:
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 
+@pytest.mark.full
 def test_a_rank_is_as_if_torchrun_had_started_it(tmp_path: Path) -> None:
     found = []
     for forked in (True, False):
@@ -111,6 +112,7 @@ def test_other_programs_are_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not can_fork(["-m", "megapipe", "train"])
 
 
+@pytest.mark.full
 def test_loading_looks_for_no_device() -> None:
     """After that CUDA could not be used in a fork."""
     code = """
@@ -128,6 +130,7 @@ assert len(os.listdir("/proc/self/task")) == 1, "a thread"
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True, cwd=ROOT, env=one)
 
 
+@pytest.mark.full
 def test_a_start_without_the_process_that_forks(tmp_path: Path) -> None:
     """It is killed, as by a system without memory, and then a rank: there is no other start."""
     with Job(tmp_path) as job:

@@ -20,6 +20,7 @@ from megapipe.plan.report import report
 from megapipe.schedule.cost import Time
 from megapipe.schedule.generators import build
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.marks import in_parts
 
 LENGTH = 8
 BASE = (
@@ -51,8 +52,8 @@ def makespan(config: Config, layout: Layout, cut: tuple[int, ...], *, equal: boo
     return simulate(schedule, relative_cost(config, layout.model, work, cut)).makespan
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@in_parts("ranks", [2, 3, 4], default=[2], full=[3])
+@in_parts("microbatches", [1, 2, 5], default=[2], full=[1])
 @pytest.mark.parametrize("count", [None, 3])
 def test_the_simulator_finds_no_faster_cut(
     ranks: int, microbatches: int, count: int | None, monkeypatch: pytest.MonkeyPatch
@@ -101,8 +102,8 @@ def test_what_is_minimised_is_what_the_paper_says() -> None:
         assert makespan(config, layout, cut, equal=True) == formula
 
 
-@pytest.mark.parametrize("vocabulary", [257, 3000, 60000])
-@pytest.mark.parametrize("ranks", [2, 4])
+@in_parts("vocabulary", [257, 3000, 60000], default=2, full=1)
+@in_parts("ranks", [2, 4], default=[2], full=1)
 def test_of_stages_that_differ_the_slowest_counts(ranks: int, vocabulary: int) -> None:
     """The head is a stage's worth, or many: the more it is, the less other stages wait for. The
     best of all cuts is found to within a tenth, where equal stages would cost half more."""

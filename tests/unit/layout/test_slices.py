@@ -22,6 +22,7 @@ from megapipe.model.gpt.flops import causal_flops, layer_flops
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.marks import in_parts
 
 NONE, ONE = Fraction(0), Fraction(1)
 
@@ -179,7 +180,9 @@ def test_fastest_is_that_of_trying_all(
     assert found == min(map(pipeline, all_cuts(points, count)))
 
 
-@pytest.mark.parametrize(("length", "overhead"), [(300, 2), (1000, 400), (4096, 30)])
+@in_parts(
+    ("length", "overhead"), [(300, 2), (1000, 400), (4096, 30)], default=[(1000, 400)], full=1
+)
 def test_a_long_sequence_is_cut_as_well_as_by_balancing_any_number(
     length: int, overhead: int
 ) -> None:

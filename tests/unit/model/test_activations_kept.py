@@ -34,6 +34,7 @@ from megapipe.model.partition import StageSpec
 from tests.parity import reference
 from tests.parity.chosen import evenly
 from tests.parity.live_storages import measure
+from tests.parity.marks import in_parts
 from tests.parity.ranks import OF_ALL_MODELS, Case, configure
 from tests.parity.stage_cases import main_grads, new_pipeline, new_stage
 
@@ -208,10 +209,7 @@ MODELS = [
     ("bloom", {"kv_heads": 2}),
     ("gemma", {}),
 ]
-OF_EXPERTS = [
-    pytest.param(name, marks=() if name in ("keep", "full") else pytest.mark.full)
-    for name in (*POLICIES, "experts again")
-]
+OF_EXPERTS = [*POLICIES, "experts again"]
 WITH_EXPERTS = [
     ("gpt2", {"moe": "top 2"}),
     ("llama", {"moe": "shared, gated", "dropout": 0.1}),
@@ -222,7 +220,7 @@ WITH_EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@in_parts("name", POLICIES, default=3, full=1)
 @pytest.mark.parametrize(("kind", "fields"), MODELS)
 def test_bytes_are_those_of_the_formula(kind: str, fields: dict[str, Any], name: str) -> None:
     model = model_of(kind, **fields)
@@ -237,7 +235,7 @@ def test_bytes_are_those_of_the_formula(kind: str, fields: dict[str, Any], name:
     assert not alive.after
 
 
-@pytest.mark.parametrize("name", OF_EXPERTS)
+@in_parts("name", OF_EXPERTS, default=["full"], full=["keep", "of each some", "experts again"])
 @pytest.mark.parametrize(("kind", "fields"), WITH_EXPERTS)
 def test_bytes_of_layers_with_experts(kind: str, fields: dict[str, Any], name: str) -> None:
     """Beside what they tell of their routing, which is a few numbers."""
@@ -260,7 +258,7 @@ LARGER = {"hidden": 64, "head_dim": 16, "ffn_hidden": 192}
 """Of which a few vectors are a small part."""
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@in_parts("name", POLICIES, default=["of each some", "selective"], full=["keep", "full", "offload"])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -291,7 +289,7 @@ def test_the_peak_within_an_operation_is_that_of_the_formula(
         assert getattr(formula, kind) == pytest.approx(measured, rel=0.005), kind
 
 
-@pytest.mark.parametrize("name", OF_EXPERTS)
+@in_parts("name", OF_EXPERTS, default=["full"], full=["keep", "of each some", "experts again"])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from megapipe.generate.reading import Reading
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.model.gpt.config import ModelConfig
 from tests.parity.held_models import held_model
+from tests.parity.marks import in_parts
 from tests.parity.reference import assert_grads_close, init_random, random_batch
 from tests.parity.stage_cases import main_grads, new_stage
 from tests.unit.model.transformers_models import (
@@ -22,7 +22,7 @@ from tests.unit.model.transformers_models import (
 )
 
 
-@pytest.mark.parametrize("case", [*CASES, *FAMILIES, *MIXTURES])
+@in_parts("case", [*CASES, *FAMILIES, *MIXTURES], default=2, full=1)
 def test_logits_and_gradients_equal_transformers(case: str) -> None:
     config = for_the_loss_alone(model_of(case))
     params = init_random(config, seed=7)

@@ -27,6 +27,7 @@ from megapipe.model.partition import StageSpec
 from megapipe.plan.memory import model_memory
 from tests.parity import reference
 from tests.parity.live_storages import measure
+from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, configure
 from tests.parity.stage_cases import new_stage
 from tests.unit.model.transformers_models import model_of
@@ -121,7 +122,7 @@ def test_initial_values_are_peft_s_and_those_of_any_layout() -> None:
     assert not torch.equal(initial(q, 1, 0), whole)
 
 
-@pytest.mark.parametrize("name", ["keep", "full, two together", "of each some"])
+@in_parts("name", ["keep", "full, two together", "of each some"], default=["of each some"], full=1)
 @pytest.mark.parametrize(
     ("kind", "fields", "targets"),
     [

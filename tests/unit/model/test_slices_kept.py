@@ -16,6 +16,7 @@ from megapipe.model.gpt.saved import Sizes, cache_bytes, cache_gradients, held, 
 from megapipe.model.partition import StageSpec
 from tests.parity import reference
 from tests.parity.live_storages import measure_slices
+from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, configure
 from tests.parity.stage_cases import new_stage
 
@@ -47,7 +48,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("lengths", [(3, 4, 1), (4, 4)])
-@pytest.mark.parametrize("policy", POLICIES)
+@in_parts("policy", POLICIES, default=3, full=1)
 @pytest.mark.parametrize(("kind", "fields"), MODELS)
 def test_storages_are_those_of_the_formula(
     kind: str, fields: dict[str, Any], policy: str, lengths: tuple[int, ...]

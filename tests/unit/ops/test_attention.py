@@ -18,6 +18,7 @@ from megapipe.ops.attention_choice import Attended, candidates, torch_choice
 from megapipe.ops.documents import Documents, document_ids
 from megapipe.ops.probe import choose, load_module
 from megapipe.ops.scores import PLAIN, Scores, alibi_slopes
+from tests.parity.marks import in_parts
 from tests.unit.ops.fakes import flash_attn, on_any_device, plain_attention, varlen
 
 CPU = torch.device("cpu")
@@ -137,7 +138,7 @@ def test_slopes_of_alibi() -> None:
 
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize(("s", "groups"), [(T, 4), (5, 2)])
-@pytest.mark.parametrize("scores", [PLAIN, *SCORES.values()])
+@in_parts("scores", [PLAIN, *SCORES.values()], default=4, full=1)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex(s: int, groups: int, with_documents: bool, scores: Scores) -> None:
     """Its values; it has no backward on the CPU."""

@@ -13,6 +13,7 @@ from megapipe.plan.communicators import CONTEXT, LARGER, PAIR, THREAD_BLOCK, com
 from megapipe.plan.report import report
 from megapipe.schedule.generators import names
 from tests.parity.cases import configure
+from tests.parity.marks import in_parts
 from tests.parity.registry_cases import settings
 
 MODEL = ["model.layers=8", "model.hidden=64", "model.heads=4", "model.vocab_size=257"]
@@ -48,13 +49,15 @@ def test_counted(overrides: list[str], rank: int, groups: list[int], channels: i
     assert made(rank, *overrides) == (groups, channels)
 
 
-@pytest.mark.parametrize(
+@in_parts(
     "layout",
     [
         {"dp": 4, "tp": 2, "zero": 3, "shard_size": 2},
         {"dp": 2, "cp": 2, "tp": 2},
         {"dp": 2, "cp": 4, "context": "usp"},
     ],
+    default=3,
+    full=1,
     ids=str,
 )
 def test_eight_at_most_under_every_schedule(layout: dict[str, Any]) -> None:

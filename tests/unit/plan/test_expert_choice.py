@@ -29,6 +29,7 @@ from megapipe.plan.pace import exchanged
 from megapipe.plan.report import report
 from megapipe.schedule.layer.search import fastest, in_turns
 from megapipe.schedule.layer.tasks import Step, chunked
+from tests.parity.marks import in_parts
 
 H, F, E, K, ROWS, LENGTH = 64, 32, 64, 2, 2, 128
 SMALL = (
@@ -141,7 +142,7 @@ def steps_of(name: str, latency_us: float) -> list[Step]:
     return steps + [Step("combine", link, seconds, latency) for link, seconds in hops[::-1]]
 
 
-@pytest.mark.parametrize("name", ["all_to_all", "hierarchical"])
+@in_parts("name", ["all_to_all", "hierarchical"], default=["hierarchical"], full=1)
 def test_the_number_of_chunks_is_the_best_of_the_simulation(name: str) -> None:
     """Row 7.12 (PipeMoE): argmin over 1 to 8, which an exchange's latency makes smaller."""
     chosen = []
@@ -353,7 +354,7 @@ def rows_of_the_page() -> list[list[str]]:
 NAMES = {"qwen3": "configs/qwen3_30b_a3b.yaml", "mixtral": "configs/mixtral_8x7b.yaml"}
 
 
-@pytest.mark.parametrize("row", rows_of_the_page(), ids=lambda row: row[0])
+@in_parts("row", rows_of_the_page(), default=3, full=1, ids=lambda row: row[0])
 def test_choices_of_the_page_rest_on_what_is_printed(
     row: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

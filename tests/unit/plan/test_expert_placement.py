@@ -98,6 +98,7 @@ def test_owners_that_change_take_all_that_belongs_to_them() -> None:
     assert most(migration(before, before, Sizes(10, 7, 100))) == 0
 
 
+@pytest.mark.full
 def test_the_page_shows_what_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_name["balance"]["copies"] <= 4, "one slot on each of four ranks"
 
 
+@pytest.mark.full
 def test_a_pool_is_written_and_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same maps give the same judgement, and one map is worse than four."""
     keys, path = (RUN, *RANKS, "--layer", "1", "--json"), str(tmp_path / "pool.json")

@@ -13,6 +13,7 @@ from megapipe.schedule.holders import Meeting, meetings
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.program import Action, Do, Program
+from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_cases import all_small, of, schedules
 
 BREADTH_FIRST = "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"
@@ -260,7 +261,7 @@ def check(schedule: Schedule, prefetch: int, *, in_runs: bool) -> None:
         assert len(set(awaited)) == len(awaited), "each stage is awaited once"
 
 
-@pytest.mark.parametrize("name", names())
+@in_parts("name", names(), default=2, full=1)
 def test_registered_schedules(name: str) -> None:
     for i, schedule in enumerate(all_small(name, ranks=4, microbatches=3)):
         check(schedule, i % 3, in_runs=i % 2 == 0)

@@ -13,6 +13,7 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import channel_rounds, lower
 from megapipe.schedule.placement import Placement, loop, mirrored, vee
 from megapipe.schedule.program import Action, Do
+from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_cases import accepted, all_small, alter, of, schedules
 from tests.unit.schedule.token_game import run_programs
 
@@ -166,7 +167,7 @@ def test_messages_out_of_order_wait_in_the_pool():
     check(schedule, 0)
 
 
-@pytest.mark.parametrize("name", names())
+@in_parts("name", names(), default=2, full=1)
 def test_small_registered_schedules(name):
     for seed, schedule in enumerate(all_small(name, ranks=4, microbatches=4)):
         check(schedule, seed)

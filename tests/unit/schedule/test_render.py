@@ -310,6 +310,7 @@ def test_png_is_the_same_picture(tmp_path):
             assert colour == box.fill
 
 
+@pytest.mark.full
 def test_a_picture_too_large_for_numbers_is_one_band():
     scene = picture(build("zb_h1", ranks=64, microbatches=128))
     lines = [box for box in rectangles(scene) if box.fill == IDLE and box.height == 19]

@@ -11,6 +11,7 @@ from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.program import Action, Do
 from megapipe.schedule.speculation import arriving, cut, speculation
+from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_cases import all_small, of, schedules
 
 
@@ -80,7 +81,7 @@ def check_messages(schedule: Schedule, counts: tuple[int, ...]) -> None:
         assert number <= sent[line]
 
 
-@pytest.mark.parametrize("name", names())
+@in_parts("name", names(), default=2, full=1)
 def test_registered_schedules(name: str) -> None:
     for schedule in all_small(name, ranks=4, microbatches=3):
         check(schedule)

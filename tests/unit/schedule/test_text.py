@@ -111,6 +111,7 @@ def test_forward_only_is_told():
     assert not from_csv("0F0,0B0\n").forward_only
 
 
+@pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(schedules())
 def test_there_and_back(schedule):

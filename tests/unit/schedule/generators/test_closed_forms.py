@@ -12,6 +12,7 @@ from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.marks import in_parts
 
 RANKS = [*range(1, 9), 12, 16]
 EVEN = [p for p in RANKS if p % 2 == 0]
@@ -145,9 +146,11 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(
+@in_parts(
     ("name", "options", "ranks", "rounds", "makespan", "times"),
     FORMS,
+    default=3,
+    full=1,
     ids=[f"{name}{options or ''}" for name, options, *_ in FORMS],
 )
 def test_formula_table_and_simulation_agree(name, options, ranks, rounds, makespan, times):

@@ -73,6 +73,7 @@ def test_compact_makes_no_operation_later_and_no_peak_higher(schedule):
     assert all(after[op] <= start for op, start in before.items())
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(st.data())
 def test_refill_is_never_longer_and_moves_weight_gradients_alone(data):

@@ -110,6 +110,7 @@ def test_backwards_pop_the_slices_of_a_micro_batch_last_first():
     assert backwards == [(m, part) for m in range(3) for part in (3, 2, 1, 0)]
 
 
+@pytest.mark.full
 def test_interleaved_runs_at_every_size():
     for (ranks, microbatches, slices), chunks in product(SIZES, (1, 2, 3)):
         for group in (None, *range(1, microbatches + 1)):

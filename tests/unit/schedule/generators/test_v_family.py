@@ -15,6 +15,7 @@ from megapipe.schedule.memory import messages, peak_held, weight_copies
 from megapipe.schedule.placement import vee
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_times import check_all_sizes, idle, lines, timeline
 
 NAMES = ["zb_v", "v_zb", "v_half", "v_min", "1f1b_v"]
@@ -44,13 +45,13 @@ PEAK = {
 """In micro-batches of a full rank, from F to W."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_parts("name", NAMES, default=["zb_v", "v_half"], full=1)
 def test_all_sizes(name):
     check_all_sizes(name, legal=lambda p: True)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", RANKS)
+@in_parts("p", RANKS, default=3, full=1)
 def test_bubbles_and_peaks(name, p):
     """Published and measured independently: V-Half 3p-7 for even p, V-Min 4p-5, 1F1B-V 15, 33, 75
     at p = 4, 8, 16, with peaks p/2+1, (p+4) div 3 and 3, 6, 11. V-Min is one slot shorter here
@@ -148,6 +149,7 @@ def test_input_and_loss_are_on_rank_0_and_messages_double(name):
 times = st.fractions(min_value=Fraction(1, 5), max_value=4, max_denominator=5)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["zb_v", "v_zb", "v_half", "v_min"]), st.data())
 def test_at_a_cost_no_schedule_is_longer_nor_holds_more(name, data):
@@ -173,7 +175,7 @@ def test_what_zb_v_gains_at_unequal_times(F, I, W, plain, made):  # noqa: E741
         assert bubbles == [plain, made]
 
 
-@pytest.mark.parametrize("p", [2, 4, 5, 6, 8])
+@in_parts("p", [2, 4, 5, 6, 8], default=[4, 5], full=1)
 @pytest.mark.parametrize(
     ("F", "I", "W"), [(3, 4, 2), (4, 3, 3), (11, 10, 6), (7, 4, 7), (5, 9, 11)]
 )

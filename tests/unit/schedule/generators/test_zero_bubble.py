@@ -16,6 +16,7 @@ from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.placement import loop
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_times import check_all_sizes, idle, lines, timeline
 
 NAMES = ["zb_h1", "zb_h2", "zb_1p", "zb_2p"]
@@ -24,7 +25,7 @@ TIMES = [(1, 1, 1), (20, 22, 12), (10, 10, 7), (12, 11, 7), (9, 15, 8), (15, 9, 
 """F, I, W with W <= F and W <= I."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_parts("name", NAMES, default=["zb_h1", "zb_h2"], full=1)
 def test_all_sizes(name):
     check_all_sizes(name, legal=lambda p: True)
 
@@ -41,7 +42,7 @@ def test_tables():
     ]
 
 
-@pytest.mark.parametrize("p", RANKS)
+@in_parts("p", RANKS, default=3, full=1)
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
 def test_bubbles_of_the_closed_forms(p, F, I, W):  # noqa: E741
     for m in (2 * p - 1, 2 * p, 3 * p + 2):
@@ -154,7 +155,7 @@ def all_lists(microbatches, limit, done=(0, 0, 0)):
                 yield [((Kind.F, Kind.I, Kind.W)[index], done[index]), *rest]
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
+@in_parts("limit", [1, 2, 3], default=[1, 2], full=1)
 @pytest.mark.parametrize(("F", "I", "W"), [*TIMES, (5, 9, 14)])
 def test_two_ranks_and_three_microbatches_are_optimal(limit, F, I, W):  # noqa: E741
     cost = Cost(F, I, W)

@@ -19,6 +19,7 @@ from megapipe.schedule.placement import Placement, loop, mirrored, vee
 from megapipe.schedule.proof import lists
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import to_csv
+from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_cases import (
     WALKS,
     accepted,
@@ -345,7 +346,7 @@ def test_every_order_of_a_tiny_schedule(schedule):
     assert harmful >= 1
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@in_parts("walk", WALKS, default=["a loop"], full=1)
 @settings(max_examples=200, deadline=None)
 @given(schedules(), st.integers(0, 4), st.integers(0, 2**32))
 def test_altered_schedules_are_judged_as_the_token_game_judges(walk, schedule, changes, seed):
@@ -356,6 +357,7 @@ def test_altered_schedules_are_judged_as_the_token_game_judges(walk, schedule, c
         assert accepted(schedule) == (play(schedule) is None), to_csv(schedule)
 
 
+@pytest.mark.full
 @settings(max_examples=200, deadline=None)
 @given(schedules(), st.integers(1, 3), st.integers(0, 2**32))
 def test_ranks_that_are_read_together_get_the_error_of_one_alone(schedule, changes, seed):
@@ -386,6 +388,7 @@ def test_six_operations_are_read_at_once_or_those_of_one_rank(lengths, together)
         assert [[*ranks] for ranks in lists._batches(lengths)] == together
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(dealt())
 def test_reports_are_those_of_the_token_game(schedule):

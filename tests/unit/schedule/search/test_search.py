@@ -24,6 +24,7 @@ from megapipe.schedule.search.problem import Order, Problem
 from megapipe.schedule.search.registered import registered
 from megapipe.schedule.search.stretch import stretched
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.marks import in_parts
 from tests.unit.schedule.search.optima import OPTIMA, accounting
 
 """Placement, ranks, micro-batches, objective; F; I; W by stage; latency; limits by rank; freed
@@ -65,8 +66,11 @@ def objective_of(schedule: Schedule, cost: Cost, objective: str):
     return timeline.makespan if objective == "makespan" else max(timeline.spans)
 
 
-@pytest.mark.parametrize(
-    ("name", "p", "m", "cost", "limits", "freed", "objective", "optimum"), OPTIMA
+@in_parts(
+    ("name", "p", "m", "cost", "limits", "freed", "objective", "optimum"),
+    OPTIMA,
+    default=4,
+    full=2,
 )
 def test_within_one_percent_of_the_proved_optimum(
     name, p, m, cost, limits, freed, objective, optimum
@@ -89,8 +93,11 @@ def test_within_one_percent_of_the_proved_optimum(
     assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "p", "m", "times", "limit", "freed", "objective", "before", "after"), STRICTLY_BETTER
+@in_parts(
+    ("name", "p", "m", "times", "limit", "freed", "objective", "before", "after"),
+    STRICTLY_BETTER,
+    default=4,
+    full=1,
 )
 def test_strictly_better_than_every_registered_schedule(
     name, p, m, times, limit, freed, objective, before, after
@@ -148,6 +155,7 @@ def instances(draw):
     return ranks, m, name, cost, limit, freed, objective
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=60)
 @given(instances())
 def test_valid_within_the_limit_and_never_worse_than_what_is_registered(drawn):

@@ -23,6 +23,7 @@ from megapipe.schedule.streams.policies import POLICIES, Lists, policy
 from megapipe.schedule.streams.stream import Stream, finite, stream
 from megapipe.schedule.streams.times import window_times
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.marks import in_parts
 
 LEADS = {"1f1b": 1, "eager_1f1b": 2}
 ORDERED = [(name, order) for name, each in POLICIES.items() for order in each.orders]
@@ -100,7 +101,7 @@ def check_closed_forms(order: str, p: int, m: int, a: int) -> None:
                 assert backward == [Read(t, -Fraction(w, m)) for t in own]
 
 
-@pytest.mark.parametrize(("order", "p", "m", "a"), [*small()])
+@in_parts(("order", "p", "m", "a"), small(), default=3, full=1)
 def test_closed_forms(order: str, p: int, m: int, a: int) -> None:
     check_closed_forms(order, p, m, a)
 

@@ -191,6 +191,7 @@ def test_validation_has_nothing_to_reduce():
     assert timeline.makespan == 1 + 4
 
 
+@pytest.mark.full
 @settings(max_examples=200, deadline=None)
 @given(schedules(), st.data())
 def test_reductions_are_as_early_as_their_lane_allows(schedule, data):

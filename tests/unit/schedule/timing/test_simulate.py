@@ -17,6 +17,7 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import loop, mirrored, replicated, vee
 from megapipe.schedule.timing.idle import Idle, idle, typical_latency
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_cases import WALKS, counted_rounds, of, schedules
 from tests.unit.schedule.timing.cost_strategies import POLICIES, costs
 from tests.unit.schedule.timing.longest_paths import Clocks
@@ -223,7 +224,7 @@ def test_what_is_joined_is_busy_once():
     assert timeline.busy == (10,)
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@in_parts("walk", WALKS, default=["some rounds, then a loop"], full=1)
 @settings(max_examples=100, deadline=None)
 @given(schedules(), st.data())
 def test_every_start_is_the_longest_path_to_it(walk, schedule, data):

@@ -19,6 +19,7 @@ from megapipe.schedule.timing.data_parallel import Interval
 from megapipe.schedule.timing.idle import idle
 from megapipe.schedule.timing.opportunistic import deviate
 from megapipe.schedule.timing.simulate import simulate
+from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_cases import all_small, of
 
 DEPTH_FIRST = "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"
@@ -175,7 +176,12 @@ def actions_of(schedule, policy):
     )
 
 
-@pytest.mark.parametrize(("zero", "prefetch"), [(0, 1), (1, 1), (2, 1), (3, 0), (3, 1), (3, 2)])
+@in_parts(
+    ("zero", "prefetch"),
+    [(0, 1), (1, 1), (2, 1), (3, 0), (3, 1), (3, 2)],
+    default=[(2, 1), (3, 1)],
+    full=1,
+)
 def test_every_schedule(schedules, zero, prefetch):
     """There is an interval for each action; those of a rank are apart; weights are there in time;
     and what costs more takes no less."""
