@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from megapipe.ops.attention_choice import Attended
@@ -32,6 +33,7 @@ def check_all(world: Any) -> int:
     return checked
 
 
+@pytest.mark.full
 def test_each_gives_what_plain_arithmetic_gives() -> None:
     assert run_world(1, check_all) == [21]
 

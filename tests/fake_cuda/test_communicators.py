@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from megapipe.plan.communicators import communicators
 from megapipe.train.step import TrainStep
 from tests.fake_cuda.world import faults_of, observe
 from tests.parity.cases import Case, Rows, configure
+from tests.parity.marks import in_parts
 
 LOOP = {"schedule": "interleaved_1f1b", "chunks": 2, "m": 4}
 CASES = [
@@ -41,7 +40,7 @@ def train(world: Any, case: Case) -> int:
     return int(mesh.pp.index)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@in_parts("case", CASES, default=6, full=3, ids=lambda case: case.name)
 def test_as_planned(case: Case) -> None:
     places, reports = observe(case.world, train, case)
     assert not faults_of(reports)

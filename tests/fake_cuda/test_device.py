@@ -21,6 +21,7 @@ def devices_seen(world: Any, visible: str | None) -> tuple[int, int, str]:
     return torch.cuda.device_count(), index, str(torch.cuda.get_device_properties(index).uuid)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("visible", "count", "indices"),
     [(None, 8, (0, 1)), ("3 5", 1, (0, 0)), ("0,1 2,3", 2, (0, 0))],

@@ -12,6 +12,7 @@ import pytest
 from megapipe.testing import WorldError
 from tests.fake_cuda.faults import FAULTS, Fault
 from tests.fake_cuda.world import faults_of, observe, run_world
+from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, run_case
 
 
@@ -27,7 +28,7 @@ def run_with(world: Any, number: int) -> str:
     return "" if all(np.isfinite(values).all() for *_, values in parts) else "some state is nan"
 
 
-@pytest.mark.parametrize("number", range(len(FAULTS)), ids=[fault.name for fault in FAULTS])
+@in_parts("number", range(len(FAULTS)), default=6, full=3, ids=lambda number: FAULTS[number].name)
 def test_a_fault_is_noticed(number: int) -> None:
     fault: Fault = FAULTS[number]
     try:
@@ -43,6 +44,7 @@ def without(world: Any, case: Case) -> None:
     run_case(world, case, validate=False)
 
 
+@pytest.mark.full
 def test_the_cases_have_no_faults() -> None:
     for case in dict.fromkeys(fault.case for fault in FAULTS):
         run_world(case.world, without, case)

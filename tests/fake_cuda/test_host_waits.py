@@ -14,6 +14,7 @@ from megapipe.train.own_times import OwnTimes
 from megapipe.train.step import TrainStep
 from tests.fake_cuda.world import run_world
 from tests.parity.cases import END, Case, Rows, configure
+from tests.parity.marks import in_parts
 
 PIPELINE = Case(pp=2, m=4, schedule="zb_h1", masked=0.3)
 CASES = [
@@ -101,9 +102,14 @@ def waits_in_steps(world: Any, cases: list[Case]) -> list[Waits]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.full)])
-def test_one_wait_in_a_step(world: int) -> None:
-    cases = [case for case in CASES if case.world == world]
+@in_parts(
+    ("world", "every"),
+    [(1, 1), (2, 1), (2, 4), (3, 1), (4, 1), (8, 1)],
+    default=[(3, 1)],
+    full=[(2, 4), (4, 1), (8, 1)],
+)
+def test_one_wait_in_a_step(world: int, every: int) -> None:
+    cases = [case for case in CASES if case.world == world][::every]
     for of_rank in run_world(world, waits_in_steps, cases):
         for case, found in zip(cases, of_rank, strict=True):
             assert not found.faults
@@ -113,6 +119,7 @@ def test_one_wait_in_a_step(world: int) -> None:
             assert min(found.own_s) > 0, case.name
 
 
+@pytest.mark.full
 def test_states_on_a_disk_have_the_host_wait_between_programs_alone() -> None:
     """It reads and writes them; see docs/decisions/distributed.md."""
     ((found,),) = run_world(1, waits_in_steps, [Case(offload="disk")])
@@ -145,7 +152,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@in_parts("world", [1, 2, 4], full=[1, 4])
 def test_layers_with_experts_tell_the_host_their_rows_once(world: int) -> None:
     """For each micro-batch, also where a layer is run again: sizes of tensors follow from that."""
     cases = [case for case in EXPERTS if case.world == world]
@@ -180,7 +187,7 @@ PADDED = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@in_parts("world", [1, 2, 4], full=[1, 4])
 def test_layers_with_room_for_all_rows_tell_the_host_nothing(world: int) -> None:
     cases = [case for case in PADDED if case.world == world]
     for of_rank in run_world(world, waits_in_steps, cases):

@@ -68,9 +68,8 @@ def check_run(folder: Path, steps: int) -> None:
 EIGHT = {**SMALL, "train.global_batch": "8", "model.layers": "4"}
 
 
-@pytest.mark.parametrize(
-    "visible", ["3 5", *(pytest.param(v, marks=pytest.mark.full) for v in ("0,1 0,1", ""))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("visible", ["3 5", "0,1 0,1", ""])
 def test_two_devices(visible: str, tmp_path: Path) -> None:
     """One that each process sees, two that both see, two of eight that both see; and resuming."""
     settings = {**tiny(tmp_path), **SMALL, "parallel.pp": "2"}

@@ -15,6 +15,7 @@ from torch import Tensor
 from megapipe.distributed.mesh import Grid
 from megapipe.testing import WorldError
 from tests.fake_cuda.world import faults_of, observe, run_world
+from tests.parity.marks import in_parts
 
 N = 6
 
@@ -63,7 +64,7 @@ def test_a_channel_has_as_many_thread_blocks_as_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@in_parts("dtype", [torch.float32, torch.bfloat16, torch.int64], default=[torch.bfloat16], full=1)
 def test_collectives(dtype: torch.dtype, later: bool) -> None:
     results = run_world(2, collectives, dtype, later)
     first, second = ([float(i + 10 * rank) for i in range(N)] for rank in range(2))
@@ -242,7 +243,7 @@ def restarted(world: Any, which: Callable[[Any], None]) -> None:
     which(world)
 
 
-@pytest.mark.parametrize("which", NOTICED, ids=lambda which: which.__name__)
+@in_parts("which", NOTICED, default=5, full=2, ids=lambda which: which.__name__)
 def test_a_rule_that_is_broken_is_noticed(which: Callable[[Any], None]) -> None:
     _, reports = observe(2, restarted, which)
     found = faults_of(reports)
@@ -270,6 +271,7 @@ def first_used_in_another_order(world: Any) -> None:
         dist.all_reduce(own(world), group=group)
 
 
+@pytest.mark.full
 def test_groups_that_are_first_used_in_another_order_hang() -> None:
     with pytest.raises(WorldError, match=r"[Tt]imed? ?out"):
         observe(2, first_used_in_another_order, group_timeout_s=3.0, timeout_s=30.0)
@@ -305,11 +307,13 @@ def polled(world: Any) -> list[bool]:
     return [*asked, received.is_completed()]
 
 
+@pytest.mark.full
 def test_messages_can_be_asked() -> None:
     for asked in run_world(2, polled):
         assert asked == [False, True, False, True]
 
 
+@pytest.mark.full
 def test_communicators_are_counted() -> None:
     """One of the world; messages of two ranks have another."""
     _, reports = observe(2, polled)

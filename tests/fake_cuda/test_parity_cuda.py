@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.fake_cuda.world import run_world
+from tests.parity.marks import in_parts
 from tests.parity.matrix import MATRIX, to_case
 from tests.parity.moved_experts import run_moving
 from tests.parity.ranks import Case, check_case, run_cases
@@ -78,8 +79,8 @@ LARGE = [
 ]
 
 
-def check(cases: list[Case], world: int) -> None:
-    cases = [case for case in cases if case.world == world]
+def check(cases: list[Case], world: int, every: int = 1) -> None:
+    cases = [case for case in cases if case.world == world][::every]
     assert cases
     results = run_world(world, run_cases, cases, "cuda", timeout_s=60 + 20 * len(cases))
     for i, case in enumerate(cases):
@@ -89,9 +90,15 @@ def check(cases: list[Case], world: int) -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_parity(world: int) -> None:
     check(CASES, world)
+
+
+@in_parts("world", [2, 4], default=[2], full=1)
+def test_some_cases(world: int) -> None:
+    check(CASES, world, every=3)
 
 
 @pytest.mark.full

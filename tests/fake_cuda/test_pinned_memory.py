@@ -17,6 +17,7 @@ from megapipe.ops.documents import Documents
 from megapipe.train.step import TrainStep
 from tests.fake_cuda.world import observe, run_world
 from tests.parity.cases import END, Case, Rows, configure
+from tests.parity.marks import in_parts
 
 OFFLOAD = Case(pp=2, m=4, layers=4, activations="offload", dtype="fp32", steps=4)
 CASES = [
@@ -63,7 +64,7 @@ def pinned(world: Any, cases: list[Case]) -> list[tuple[int, list[int]]]:
     return results
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@in_parts("case", CASES, full=2, ids=lambda case: case.name)
 def test_nothing_is_pinned_in_a_step(case: Case) -> None:
     for ((before, later),) in run_world(2, pinned, [case]):
         assert before > 0
@@ -83,6 +84,7 @@ def ends_of_documents(world: Any) -> None:
         assert (runs.most_q, runs.most_k) == (expected.most_q, expected.most_k)
 
 
+@pytest.mark.full
 def test_where_documents_end_is_found_on_the_device() -> None:
     _, (report,) = observe(1, ends_of_documents)
     assert not report.faults
@@ -99,5 +101,6 @@ def never_used_again(world: Any, case: Case) -> list[tuple[int, list[int]]]:
         return pinned(world, [case])
 
 
+@pytest.mark.full
 def test_memory_that_is_not_used_again_is_noticed() -> None:
     assert all(later for ((_, later),) in run_world(2, never_used_again, OFFLOAD))

@@ -48,6 +48,7 @@ def read(world: Any, case: Case) -> list[list[int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_step_reads_what_the_next_one_takes(case: Case) -> None:
     size = case.m * case.batch
@@ -71,5 +72,6 @@ def fail(world: Any, case: Case) -> tuple[int, str]:
     raise AssertionError("nothing failed")
 
 
+@pytest.mark.full
 def test_an_error_comes_in_its_own_step() -> None:
     assert run_world(2, fail, CASE) == [(2, "sample 17 is damaged")] * 2

@@ -19,6 +19,7 @@ from megapipe.train.step import TrainStep
 from megapipe.train.warm_up import WarmUp
 from tests.fake_cuda.world import faults_of, observe, run_world
 from tests.parity.cases import END, Case, Rows, configure, validation_rows, validation_samples
+from tests.parity.marks import in_parts
 
 GIVEN = [
     Case(pp=pp, m=4, layers=8, **more)
@@ -59,7 +60,7 @@ def first_steps(world: Any, cases: list[Case]) -> None:
             step.evaluate(validation_rows(case), validation_samples(case))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@in_parts("world", [2, 4], full=[2])
 def test_the_first_steps_wait_for_nothing_that_spins(world: int) -> None:
     run_world(world, first_steps, [case for case in CASES if case.world == world])
 
@@ -82,6 +83,7 @@ def another_schedule(world: Any) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 def test_another_schedule_in_the_middle_of_a_run_begins_as_the_first_one() -> None:
     assert run_world(2, another_schedule) == [[False, False, True, True]] * 2
 
@@ -100,7 +102,8 @@ def posted_from_the_start(world: Any, cases: list[Case], warm: bool) -> None:
     first_steps(world, cases)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_after_the_warm_up_nothing_in_a_program_is_new(world: int) -> None:
     """So even the first step could post its receives ahead."""
     cases = [case for case in CASES if case.world == world]

@@ -10,9 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.fake_cuda import build
+from tests.parity.marks import in_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -24,14 +23,8 @@ FILES = {
 }
 """Files of tests/gpu, and what of each is run: large sizes take too long on the host."""
 
-IN_CI = ("test_cuda", "test_activations_cuda", "test_ops")
 
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.slow) for name in FILES],
-)
+@in_parts("name", FILES, full=["test_ops"])
 def test_a_file_for_gpus(name: str) -> None:
     environ = {
         **os.environ,

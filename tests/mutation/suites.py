@@ -22,7 +22,7 @@ OVER_EXPERTS = (f"{DIST}moe.py", f"{DIST}dispatch.py")
 WINDOWS = (f"{DIST}streams.py",)
 FAULTLESS = (f"{DIST}faults.py::test_the_cases_pass_without_a_fault",)
 ON_A_DEVICE = (
-    "tests/fake_cuda/test_parity_cuda.py::test_parity[2]",
+    "tests/fake_cuda/test_parity_cuda.py::test_some_cases[2]",
     "tests/fake_cuda/test_faults_cuda.py::test_the_cases_have_no_faults",
 )
 
