@@ -18,7 +18,6 @@ from fractions import Fraction
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from megapipe.schedule.proof.validate import validate
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import registry_cases
+from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Rows, configure
 
 Key = tuple[int, int, int]  # stage, micro-batch, slice
@@ -214,13 +214,7 @@ def measure_all(world: World, cases: list[Case]) -> list[list[tuple[int, int, in
     return [measure(world, case) for case in cases]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if number % 2 else pytest.mark.full)
-        for number, name in enumerate(names())
-    ],
-)
+@in_parts("name", names(), default=6, full=3)
 def test_every_schedule_keeps_its_promise(name: str) -> None:
     # a loss in chunks leaves no weight gradient to W: a last stage without layers would hold less
     settings = registry_cases.settings(name)
@@ -232,7 +226,7 @@ def test_every_schedule_keeps_its_promise(name: str) -> None:
             assert size == predicted, case.name
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@in_parts("case", CASES, full=2, ids=lambda case: case.name)
 def test_peak_of_live_activations_is_the_promise(case: Case) -> None:
     for ranks in run_world(case.world, measure, case):
         for count, size, promised, predicted in ranks:

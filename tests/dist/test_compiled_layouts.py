@@ -13,6 +13,7 @@ from megapipe.errors import ConfigError
 from megapipe.ops.compiler import Compiler
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_cases
 from tests.parity.traced_compiler import traced_blocks
 
@@ -63,8 +64,7 @@ def test_traced_blocks_in_every_kind_of_layout() -> None:
             assert 2 <= numbers[i] <= 5, "one to train, one to validate, others if run again"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
+@in_parts("case", COUNTED, full=COUNTED[-1:], ids=lambda case: case.name)
 def test_graphs_of_a_block(case: Case) -> None:
     results = run_world(case.world, run_traced, [case], timeout_s=120)
     check_case(case, [outcomes[0] for outcomes, _ in results])

@@ -60,6 +60,7 @@ def losses_of_runs(world: World, arguments: list[str]) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_a_run_finds_the_documents_of_its_corpus(tmp_path: Path) -> None:
     """By the tokenizer's end mark; with the key the first step already has another loss."""
     texts = [json.dumps({"text": f"{n} times {n} is {n * n}"}) for n in range(300)]

@@ -68,9 +68,9 @@ def both_ways(world: World, cases: list[Case]) -> list[tuple[int, Outcome, Outco
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(PAIRS, id="2 ranks"),
+        pytest.param(PAIRS, id="2 ranks", marks=pytest.mark.slow),
         pytest.param(FOURS, id="4 ranks", marks=pytest.mark.full),
-        pytest.param(REPLICATED, id="2 ranks, 2 replicas", marks=pytest.mark.full),
+        pytest.param(REPLICATED, id="2 ranks, 2 replicas", marks=pytest.mark.slow),
     ],
 )
 def test_reductions_in_between_change_no_bit(cases: list[Case]) -> None:

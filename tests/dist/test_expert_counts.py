@@ -22,6 +22,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.full
 def test_a_run_logs_them_and_they_are_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def run_even(world: World) -> tuple[list[Exchange], int]:
     return found, held
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_plan_where_experts_are_chosen_evenly() -> None:
     config, layout = configure(EVEN)
     planned = [e for e in step_traffic(config, layout, 0) if e.collective == "all_to_all"]
@@ -148,7 +149,13 @@ def run_recorded(world: World, case: Case) -> list[tuple[str, tuple[int, ...], i
     return [(call.name, call.ranks, call.elements) for call in recorder.calls]
 
 
-@pytest.mark.parametrize("case", [PYRAMID, WHOLE], ids=["two copies", "one copy"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(PYRAMID, id="two copies"),
+        pytest.param(WHOLE, id="one copy", marks=pytest.mark.slow),
+    ],
+)
 def test_experts_and_other_weights_are_summed_over_their_groups(case: Case) -> None:
     """Row 7.09: each once a step, experts over the ranks that have the same ones, as planned."""
     config, layout = configure(case)
@@ -183,6 +190,7 @@ STAGES = Case(
 )
 
 
+@pytest.mark.full
 def test_experts_are_summed_when_their_stage_is_through_and_beside_others() -> None:
     """So exchanges of other stages of a rank may have to wait for them, and of their own none."""
     for case in (PYRAMID, STAGES):
@@ -204,6 +212,7 @@ def test_experts_are_summed_when_their_stage_is_through_and_beside_others() -> N
 FIRST = Case(dp=2, moe="step, first", layers=2)
 
 
+@pytest.mark.full
 def test_first_choices_are_told_as_planned() -> None:
     """Beside all, in the totals of a step; nothing else is told for the balance term."""
     config, layout = configure(FIRST)
@@ -221,6 +230,7 @@ def test_first_choices_are_told_as_planned() -> None:
         }
 
 
+@pytest.mark.slow
 def test_choices_are_told_as_planned_where_layers_have_other_numbers_of_experts() -> None:
     """Rows for each expert over ep, and the totals of a step."""
     config, layout = configure(PYRAMID)

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import named_settings, reference
+from tests.parity.marks import in_parts
 from tests.parity.outcome import Parts, own_grads
 from tests.parity.ranks import Case, Rows, assemble, batch_of, configure, take_region
 from tests.unit.model.transformers_models import CASES, FAMILIES, hf_logits_and_grads, model_of
@@ -76,14 +76,7 @@ def first_steps(world: World, layout: Case) -> list[tuple[Tensor, Parts]]:
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.tp > 2))
-        for each in LAYOUTS
-    ],
-)
+@in_parts("layout", LAYOUTS, full=LAYOUTS[-1:], ids=lambda each: each.name)
 def test_logits_and_gradients_equal_transformers(layout: Case) -> None:
     results = run_world(layout.tp * layout.pp, first_steps, layout)
     with as_cases():

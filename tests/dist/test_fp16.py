@@ -92,6 +92,7 @@ def test_a_gradient_that_overflows_skips_the_step() -> None:
     assert run.losses[-1] < 0.9 * run.losses[0]
 
 
+@pytest.mark.full
 def test_a_fixed_scale_that_overflows_is_an_error() -> None:
     with pytest.raises(WorldError, match=r"Unsound.*not finite"):
         run_world(1, trained, CASE, {"loss_scale": LARGEST})

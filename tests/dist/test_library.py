@@ -75,6 +75,7 @@ def unlike_meta(world: World) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_what_ranks_cannot_do_is_one_line_on_each() -> None:
     for text in run_world(2, tied):
         assert text.startswith("modules: stages 0 and 1 share a parameter of shape [11, 8], and ")

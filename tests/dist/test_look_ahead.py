@@ -110,7 +110,13 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "case", [PARALLEL, replace(PARALLEL, zero=3, dtype="fp32")], ids=["zero 1", "zero 3, fp32"]
+    "case",
+    [
+        pytest.param(PARALLEL, id="zero 1", marks=pytest.mark.slow),
+        pytest.param(
+            replace(PARALLEL, zero=3, dtype="fp32"), id="zero 3, fp32", marks=pytest.mark.full
+        ),
+    ],
 )
 def test_validation_and_checkpoints_have_the_masters(case: Case, tmp_path: Path) -> None:
     ranks = run_world(case.world, stop_and_go, case, tmp_path)

@@ -84,8 +84,12 @@ def check(cases: list[Case]) -> None:
 
 @pytest.mark.parametrize(
     "cases",
-    [TWO, *(pytest.param(some, marks=pytest.mark.full) for some in (FOUR, EXPERTS, OVER_FOUR))],
-    ids=["two", "four", "experts", "experts over four"],
+    [
+        pytest.param(TWO, id="two", marks=pytest.mark.slow),
+        pytest.param(FOUR, id="four", marks=pytest.mark.full),
+        pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
+        pytest.param(OVER_FOUR, id="experts over four"),
+    ],
 )
 def test_every_layout_trains_the_same_adapters(cases: list[Case]) -> None:
     """Loss, every gradient, norm, weights and states; what is frozen stays to the bit."""
@@ -194,6 +198,7 @@ def exchanged(world: World) -> list[tuple[Counter[str], Counter[str]]]:
     return found
 
 
+@pytest.mark.full
 def test_collectives_are_those_of_the_plan() -> None:
     for rank in run_world(2, exchanged):
         for case, (called, planned) in zip(EXCHANGING, rank, strict=True):

@@ -25,6 +25,7 @@ from tests.parity import reference
 from tests.parity.chosen import chosen
 from tests.parity.collective_recorder import recording
 from tests.parity.drawn_owners import drawn_map
+from tests.parity.marks import in_parts
 from tests.parity.migration_faults import CASE, FAULTS, run_faults
 from tests.parity.moved_experts import begun, by_draw, layers_of, run_moving, with_policy
 from tests.parity.outcome import Outcome, Parts, assemble, local_copies, own_values
@@ -131,25 +132,9 @@ TRAINED = [
 ]
 
 
-def run_all_moving(world: World, cases: Sequence[Case]) -> list[Outcome]:
-    found = []
-    for case in cases:
-        found.append(run_moving(world, case))
-    return found
-
-
-@pytest.fixture(scope="module")
-def trained() -> dict[str, list[Outcome]]:
-    ranks = run_world(4, run_all_moving, TRAINED)
-    return {case.name: [outcomes[i] for outcomes in ranks] for i, case in enumerate(TRAINED)}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
-def test_experts_that_move_after_each_step_are_trained_as_others(
-    case: Case, trained: dict[str, list[Outcome]]
-) -> None:
-    check_case(case, trained[case.name])
+@in_parts("case", TRAINED, full=2, ids=lambda case: case.name)
+def test_experts_that_move_after_each_step_are_trained_as_others(case: Case) -> None:
+    check_case(case, run_world(4, run_moving, case))
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +161,7 @@ def moved_and_not(world: World, case: Case) -> tuple[Outcome, Outcome]:
     return run_moving(world, case, every=2), run_case(world, case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(each, marks=[pytest.mark.full] if i else []) for i, each in enumerate(BITWISE)],
-    ids=lambda case: case.name,
-)
+@in_parts("case", BITWISE, full=3, ids=lambda case: case.name)
 def test_the_trajectory_is_the_same_to_the_bit_whoever_owns_experts(case: Case) -> None:
     """Row 7.05: without clipping, whose norm is summed in the order of places."""
     others, plain = zip(*run_world(4, moved_and_not, case), strict=True)
@@ -321,7 +302,7 @@ def shared_folder(world: World, folder: str) -> Path:
     return Path(names[0])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_was_saved_with_experts_anywhere_is_loaded_bitwise_in_every_layout() -> None:
     ranks = run_world(4, pairs, LAYOUTS)
     for i, case in enumerate(LAYOUTS):

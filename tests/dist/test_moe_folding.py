@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.parity.bitwise import check_groups
 from tests.parity.ranks import Case
 
@@ -25,6 +27,7 @@ COPIES = replace(PARTS, ep=2, model="llama", zero=3)
 """Eight on four ranks of a replica, and the same on those of the other."""
 
 
+@pytest.mark.full
 def test_experts_fold_over_all_axes_at_once() -> None:
     """Row 7.09 (DeepSpeed-MoE): among them halves of experts under ZeRO-3."""
     check_groups([[WHOLE], [PARTS], [COPIES]])

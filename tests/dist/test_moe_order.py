@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import pytest
+
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.cases import Case, Rows, configure
@@ -57,6 +59,7 @@ def between(calls: list[Call], one: int, other: int) -> list[Call]:
     return [call for call in calls if {one, other} <= set(call.ranks)]
 
 
+@pytest.mark.full
 def test_members_of_a_group_begin_the_same_collectives_in_one_order() -> None:
     """Row 7.03, also without rows, and over several groups: two ranks that are in both begin those
     of both in one order, as communicators of GPUs need it."""

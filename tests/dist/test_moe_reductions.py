@@ -43,13 +43,8 @@ def test_gradients_are_as_far_off_as_those_of_dense_layers() -> None:
     check_groups([[EXPERTS], [OTHERS]])
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(cases, marks=mark, id=str(cases[0].world))
-        for cases, mark in zip(MORE, (pytest.mark.full, pytest.mark.slow), strict=True)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", MORE, ids=lambda cases: cases[0].world)
 def test_in_more_layouts(cases: list[Case]) -> None:
     check_groups([[case] for case in cases])
 

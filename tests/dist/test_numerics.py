@@ -15,6 +15,7 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.bitwise import assert_bitwise, outcomes_of
+from tests.parity.marks import in_parts
 from tests.parity.ranks import (
     STEPS,
     Case,
@@ -29,7 +30,8 @@ from tests.parity.ranks import (
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("dp", [2, *(pytest.param(dp, marks=pytest.mark.slow) for dp in (1, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("dp", [1, 2, 4])
 def test_schedules_swap_bitwise(dp: int) -> None:
     """Same dp, tp, stages and micro-batches: the schedule does not change a bit (fp32)."""
     base = Case(dp=dp, pp=2, m=5, dtype="fp32", masked=0.3, layers=4, schedule="gpipe")
@@ -98,7 +100,7 @@ def test_tied_copies_stay_bitwise_equal(pp: int, zero: int) -> None:
     assert all(np.array_equal(copy, copies[0]) for copy in copies)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@in_parts("zero", [0, 1], full=[1])
 def test_the_copies_of_replicated_stages_stay_bitwise_equal(zero: int) -> None:
     """50 steps in fp32: each of two pipelines in opposite directions, twice for dp, has a copy."""
     case = Case(dp=2, pp=2, m=3, dtype="fp32", zero=zero, schedule="chimera", masked=0.3)
@@ -112,7 +114,9 @@ def test_the_copies_of_replicated_stages_stay_bitwise_equal(zero: int) -> None:
         assert all(np.array_equal(copy, values[0]) for copy in values), name
 
 
-def test_dropout_is_the_same_for_replicas_and_parts() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
+def test_dropout_is_the_same_for_replicas_and_parts(tp: int, sp: bool) -> None:
     """At fixed tp and micro-batch size no schedule changes the masks; of plain ones the parity
     matrix sees to it."""
     base = Case(m=8, dropout=0.2, masked=0.2)
@@ -121,18 +125,17 @@ def test_dropout_is_the_same_for_replicas_and_parts() -> None:
         replace(base, pp=4, in_process=True, schedule="varuna"),
     ]
     shapes = reference.init_random(configure(base)[0].model, seed=3)
-    for tp, sp in ((1, False), (2, False), (2, True)):
-        one = replace(base, tp=tp, sequence_parallel=sp)
-        alone, without = outcomes_of([one, replace(one, dropout=0.0)])
-        assert abs(alone[0].losses[0] - without[0].losses[0]) > 1e-4, "dropout does something"
-        assert alone[0].validation == without[0].validation, "but not in validation"
-        for layout in layouts:
-            (here,) = outcomes_of([replace(layout, tp=tp, sequence_parallel=sp)])
-            for i in range(STEPS):
-                assert abs(here[0].losses[i] - alone[0].losses[i]) < 1e-12
-                expected = assemble([o.grads[i] for o in alone], shapes)
-                actual = assemble([o.grads[i] for o in here], shapes)
-                reference.assert_grads_close(actual, expected)
+    one = replace(base, tp=tp, sequence_parallel=sp)
+    alone, without = outcomes_of([one, replace(one, dropout=0.0)])
+    assert abs(alone[0].losses[0] - without[0].losses[0]) > 1e-4, "dropout does something"
+    assert alone[0].validation == without[0].validation, "but not in validation"
+    for layout in layouts:
+        (here,) = outcomes_of([replace(layout, tp=tp, sequence_parallel=sp)])
+        for i in range(STEPS):
+            assert abs(here[0].losses[i] - alone[0].losses[i]) < 1e-12
+            expected = assemble([o.grads[i] for o in alone], shapes)
+            actual = assemble([o.grads[i] for o in here], shapes)
+            reference.assert_grads_close(actual, expected)
 
 
 BF16 = [
@@ -145,7 +148,7 @@ BF16 = [
 ]
 
 
-@pytest.mark.parametrize("case", BF16, ids=lambda case: case.name)
+@in_parts("case", BF16, full=2, ids=lambda case: case.name)
 def test_bf16_is_as_close_to_fp32_as_a_single_process(case: Case) -> None:
     """Gradients of the first step: at most twice the error of plain single-process bf16."""
     (outcomes,) = outcomes_of([case])

@@ -16,6 +16,7 @@ from megapipe.schedule.placement import Placement
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import reference
+from tests.parity.marks import in_parts
 from tests.parity.outcome import take_region
 from tests.parity.ranks import Case, Rows, batch_of, check_case, configure, plain, run_cases
 from tests.parity.registry_cases import smallest
@@ -42,9 +43,7 @@ def first_steps(world: World, cases: list[Case]) -> list[tuple[float, float]]:
     return seen
 
 
-@pytest.mark.parametrize(
-    "pp", [1, 3, *(pytest.param(pp, marks=pytest.mark.full) for pp in (2, 4, 5, 6, 7, 8))]
-)
+@in_parts("pp", [1, 2, 3, 4, 5, 6, 7, 8], default=[2, 3], full=[1, 4])
 def test_every_schedule_starts_and_trains(pp: int) -> None:
     cases = [case for name in names() for case in smallest(name, pp)]
     assert len(cases) >= 24
@@ -86,6 +85,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", CASES)
 def test_three_of_each_axis(world: int) -> None:
     results = run_world(world, run_cases, CASES[world])

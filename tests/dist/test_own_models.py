@@ -9,6 +9,7 @@ import pytest
 from megapipe.schedule.generators import names
 from megapipe.testing import run_world
 from tests.parity.cases import Case
+from tests.parity.marks import in_parts, some_or_all
 from tests.parity.own_models import Own, check_own, run_own, settle
 from tests.parity.registry_cases import smallest
 
@@ -31,7 +32,7 @@ def check_all(all_of_them: Sequence[Own]) -> None:
 MODELS = ("plain", "split", "tied", "tuples", "functions", "parallel")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@in_parts("model", MODELS, default=["functions"], full=["tuples"])
 def test_one_process(model: str) -> None:
     check_all([Own(model, Case(masked=0.3), 5)])
 
@@ -58,19 +59,14 @@ def test_replicas_stages_and_shards(model: str) -> None:
     check_all([Own(model, case, 6) for case in LAYOUTS])
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, marks=pytest.mark.full if model == "split" else pytest.mark.slow)
-        for model in MODELS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_every_way_to_shard(model: str) -> None:
     check_all([Own(model, case, 6) for case in FURTHER])
 
 
-@pytest.mark.full
-def test_layers_without_parameters_or_gradients() -> None:
+@some_or_all(3)
+def test_layers_without_parameters_or_gradients(some: slice) -> None:
     """Alone on a stage, and with others."""
     cases = [
         Case(masked=0.3),
@@ -80,7 +76,7 @@ def test_layers_without_parameters_or_gradients() -> None:
         Case(pp=2, m=3, dp=2, zero=2),
         Case(pp=2, m=3, dp=2, zero=3),
     ]
-    check_all([Own("severed", case, 5) for case in cases])
+    check_all([Own("severed", case, 5) for case in cases[some]])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 import pytest
 
 from megapipe.testing import World, run_world
+from tests.parity.marks import in_parts, some_or_all
 from tests.parity.matrix import ELSEWHERE, MATRIX, SCHEDULES, layouts_in_full, to_case
 from tests.parity.pairs import Choice
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
@@ -55,7 +56,7 @@ def test_pairs(world: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("world", "every"), [(1, 11), (2, 13), (3, 4), (4, 29), (5, 7)], ids=list("12345")
+    ("world", "every"), [(1, 11), (2, 19), (3, 8), (4, 41), (5, 7)], ids=list("12345")
 )
 def test_some_pairs(world: int, every: int) -> None:
     """So many that there are some of most layouts."""
@@ -63,7 +64,6 @@ def test_some_pairs(world: int, every: int) -> None:
     check([case for case in cases if case.world == world][::every], world)
 
 
-@pytest.mark.full
 def test_every_possible_pair_is_held() -> None:
     MATRIX.check_held(choices_of_pairs())
 
@@ -91,7 +91,7 @@ UNEVEN_SLICES = [
 ]
 
 
-@pytest.mark.parametrize("world", [pytest.param(4, marks=pytest.mark.full), 8])
+@in_parts("world", [4, 8], default=[8])
 def test_many_steps(world: int) -> None:
     check(LONG, world)
 
@@ -108,8 +108,8 @@ def test_slices_of_uneven_length() -> None:
     check(UNEVEN_SLICES, 2)
 
 
-@pytest.mark.full
-def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups() -> None:
+@some_or_all(2)
+def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups(some: slice) -> None:
     """pp4 in one process per (dp, tp) coordinate, for every schedule."""
     cases = [
         Case(
@@ -124,7 +124,7 @@ def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups() -> None
             layers=4 * chunks,
             masked=0.3,
         )
-        for schedule, chunks in SCHEDULES
+        for schedule, chunks in SCHEDULES[some]
     ]
     check(cases, 4)
 

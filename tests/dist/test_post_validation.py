@@ -31,6 +31,7 @@ from megapipe.train.routing_state import RoutingState
 from megapipe.train.step import TrainStep
 from megapipe.train.update import StepResult
 from tests.parity import reference
+from tests.parity.marks import in_parts, some_or_all
 from tests.parity.ranks import Case, Rows, configure, take_region
 from tests.parity.stopped_runs import DP, HALF, Play, assert_same_files, checkpoint, run
 from tests.parity.stopped_runs import STEPS as JOB_STEPS
@@ -222,9 +223,9 @@ def check(runs: Sequence[Run]) -> None:
                 raise
 
 
-@pytest.mark.full
-def test_clipping_and_values_that_are_not_finite(norms: dict[bool, float]) -> None:
-    check([with_mishaps(case, norms, seed) for seed, case in enumerate(CASES)])
+@some_or_all(4)
+def test_clipping_and_values_that_are_not_finite(norms: dict[bool, float], some: slice) -> None:
+    check([with_mishaps(case, norms, seed) for seed, case in enumerate(CASES)][some])
 
 
 @pytest.mark.slow
@@ -248,10 +249,10 @@ def test_layers_with_experts() -> None:
     )
 
 
-def test_fifty_steps(norms: dict[bool, float]) -> None:
-    cases = [replace(BASE, schedule="zb_v", dtype="fp16"), replace(BASE, schedule="zb_h1")]
-    runs = [with_mishaps(case, norms, 200 + seed) for seed, case in enumerate(cases)]
-    check([replace(this, steps=50) for this in runs])
+@in_parts(("schedule", "dtype"), [("zb_v", "fp16"), ("zb_h1", BASE.dtype)], default=2)
+def test_fifty_steps(schedule: str, dtype: str, norms: dict[bool, float]) -> None:
+    case = replace(BASE, schedule=schedule, dtype=dtype)
+    check([replace(with_mishaps(case, norms, 200), steps=50)])
 
 
 @pytest.mark.full
@@ -402,10 +403,10 @@ def test_faults_are_noticed(norms: dict[bool, float]) -> None:
     check_faults(fault_case(norms), FAULTS)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
+@in_parts(
     ("schedule", "faults"),
     [("zb_h1", OF_CHOICES), ("chimera", [choices_of_other_holders_are_left_out])],
+    full=2,
 )
 def test_faults_of_what_goes_by_choices_are_noticed(schedule: str, faults: list[Any]) -> None:
     case = replace(BASE, dp=1, m=8, schedule=schedule, dtype="fp32", moe="step")

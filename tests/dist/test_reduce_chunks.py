@@ -21,6 +21,7 @@ from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.chosen import chosen, evenly
 from tests.parity.collective_recorder import recording
+from tests.parity.marks import in_parts
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.ranks import Case, Rows, configure, run_cases
 
@@ -74,16 +75,9 @@ def assert_same(case: Case, plain: list[Outcome], other: list[Outcome]) -> None:
             assert grad.equal(others[name]), f"{case.name}: gradient of {name} in step {i}"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param(n, marks=pytest.mark.slow if n == 4 else [])
-        for n in sorted({case.world for case in CASES})
-    ],
-)
-def test_pieces_change_no_bit(world: int) -> None:
-    here = [case for case in CASES if case.world == world]
+@in_parts(("world", "every"), [(2, 1), (2, 3), (4, 1), (6, 1)], full=[(2, 3), (6, 1)])
+def test_pieces_change_no_bit(world: int, every: int) -> None:
+    here = [case for case in CASES if case.world == world][::every]
     cut = [replace(case, reduce_chunk_mib=mib) for case in here for mib in (None, SMALL, BLOCK)]
     ranks = run_world(world, run_cases, cut)
     outcomes = {case: [each[i] for each in ranks] for i, case in enumerate(cut)}
@@ -129,7 +123,7 @@ def sent(world: World, cases: list[Case]) -> list[list[tuple[int, int, bool]]]:
 LATEST = replace(DATA, tied=False, reduce_chunk_mib=BLOCK, pp=1)
 
 
-@pytest.mark.parametrize(
+@in_parts(
     "case",
     [
         LATEST,
@@ -137,6 +131,8 @@ LATEST = replace(DATA, tied=False, reduce_chunk_mib=BLOCK, pp=1)
         replace(LATEST, schedule="zb_h1", loss_chunk=0),
         replace(LATEST, schedule="zb_h1"),
     ],
+    default=4,
+    full=2,
     ids=lambda case: case.name,
 )
 def test_pieces_leave_within_the_last_operation(case: Case) -> None:
@@ -163,6 +159,7 @@ def begun(world: World) -> list[list[tuple[str, int]]]:
     return found
 
 
+@pytest.mark.full
 def test_pieces_leave_between_exchanges_of_rows_at_a_fixed_place() -> None:
     """Those that are complete, before rows of the next layer of the backward travel; experts here
     have no copies."""

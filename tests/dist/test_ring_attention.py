@@ -37,6 +37,7 @@ from megapipe.ops.scores import PLAIN
 from megapipe.plan.context_traffic import attention_traffic
 from megapipe.testing import World, run_world
 from megapipe.train.context import make_context
+from tests.parity.marks import in_parts
 
 B, D = 2, 8
 
@@ -211,13 +212,7 @@ def attend_once(world: World, setting: Setting) -> Seen:
     return Seen(results, rows, letters, sent, operations, begun)
 
 
-@pytest.mark.parametrize(
-    "cp",
-    [
-        pytest.param(cp, marks=[pytest.mark.full] * (cp not in (3, 4)))
-        for cp in sorted({setting.cp for setting in SETTINGS})
-    ],
-)
+@in_parts("cp", sorted({setting.cp for setting in SETTINGS}), default=[3, 4], full=[8])
 def test_plans(cp: int) -> None:
     """Rows 6.02 to 6.09 and 6.11: output and gradients are those of one process, and each rank
     sends what the plan says, in an order that all members of a group share, before it computes

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from megapipe.optim.rules import Rule, layerwise, muon
 from megapipe.optim.rules.whole import gather_local, on_whole
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity.marks import in_parts
 from tests.parity.optim_rules import (
     PLAIN,
     Part,
@@ -40,7 +40,13 @@ def all_rules(world: World, grid: Grid) -> dict[tuple[str, str], Part]:
     return {run: run_rule(run[0], mesh.dp, mesh.tp, dtype=run[1]) for run in runs}
 
 
-@pytest.mark.parametrize("grid", [Grid(dp=4), Grid(dp=2, tp=2), Grid(tp=4), Grid(dp=3)], ids=str)
+@in_parts(
+    "grid",
+    [Grid(dp=4), Grid(dp=2, tp=2), Grid(tp=4), Grid(dp=3)],
+    default=[Grid(dp=2, tp=2)],
+    full=[Grid(tp=4)],
+    ids=str,
+)
 def test_sharded_rules_are_the_plain_ones(grid: Grid) -> None:
     ranks = run_world(grid.world, all_rules, grid)
     for name in PLAIN:

@@ -12,15 +12,13 @@ from megapipe.schedule.proof.validate import validate
 from megapipe.testing import run_world
 from tests.parity import registry_cases
 from tests.parity.bitwise import assert_bitwise, outcomes_of
+from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, check_case, run_cases
 
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, name in enumerate(names())],
-)
+@in_parts("name", names(), full=["1f1b", "seq1f1b", "v_zb", "zb_h1"])
 def test_trains(name: str) -> None:
     """Of those in the slow part, too, test_odd_sizes compares first steps with one process."""
     check(registry_cases.of(name))
@@ -47,12 +45,7 @@ def check(cases_of_one: Sequence[Case]) -> None:
                 raise
 
 
-SOME = [
-    pytest.param(name, marks=[pytest.mark.slow] * (i % 6 > 0)) for i, name in enumerate(names())
-]
-
-
-@pytest.mark.parametrize("name", SOME)
+@in_parts("name", names(), full=12)
 def test_trains_with_split_positions(name: str) -> None:
     """Slices of sequences, which rings and Ulysses attend to, and whole ones."""
     of = [replace(each, cp=2, sequence=32, model="llama") for each in registry_cases.settings(name)]
@@ -65,7 +58,7 @@ OF_TWO = [*OF_SLICES, "striped", "helpers"]
 """Ways for two ranks to attend, which take turns over the schedules."""
 
 
-@pytest.mark.parametrize("name", SOME)
+@in_parts("name", names(), full=12)
 def test_swaps_bitwise_with_split_positions(name: str) -> None:
     case = next(case for case in registry_cases.settings(name) if case.pp == 2)
     contexts = OF_SLICES if registry_cases.schedule_of(case).slices > 1 else OF_TWO
@@ -75,7 +68,7 @@ def test_swaps_bitwise_with_split_positions(name: str) -> None:
     assert_bitwise(*outcomes_of([case, replace(case, swap=True)]))
 
 
-@pytest.mark.parametrize("name", names())
+@in_parts("name", names(), full=4)
 def test_swaps_bitwise(name: str) -> None:
     """Gradients come in micro-batch order, so gpipe of the same pieces on the same placement
     gives the same bits (fp32, dp 2, the clip active)."""

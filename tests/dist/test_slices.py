@@ -11,6 +11,7 @@ import pytest
 from megapipe.testing import run_world
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, check_case, configure, run_cases
 
 SHAPES = [
@@ -37,7 +38,7 @@ BY_TIME = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
+@in_parts("world", [2, 3, 4], full=[4])
 @pytest.mark.parametrize("cases", [GIVEN, BY_TIME], ids=["given", "by time"])
 def test_uneven_slices_train(cases: list[Case], world: int) -> None:
     """Loss, every gradient, gradient norm, and the weights after each step, in fp64."""

@@ -17,6 +17,7 @@ from megapipe.distributed.mesh import Grid
 from megapipe.testing import World, run_world
 from megapipe.train import checkpoint_io
 from megapipe.train.step import TrainStep
+from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Rows, configure, local_copies
 
 STEPS = 3
@@ -113,7 +114,7 @@ def interrupted(world: World, folder: Path, settings: dict[str, Any]) -> tuple[l
     return ending, outcome(again)
 
 
-@pytest.mark.parametrize("place", ["none", "disk"])
+@in_parts("place", ["none", "disk"], default=["disk"])
 def test_a_resumed_run_rounds_as_the_uninterrupted_one(place: str, tmp_path: Path) -> None:
     for ending, resumed in run_world(4, interrupted, tmp_path, {**NARROW, "offload": place}):
         assert_equal(ending, resumed)

@@ -108,6 +108,7 @@ def own_logits(world: World, models: tuple[str, ...]) -> list[tuple[float, float
     return found
 
 
+@pytest.mark.full
 def test_logits_of_a_model_of_the_user_s() -> None:
     for results in run_world(2, own_logits, ("tuples", "tied")):
         for by_logits, wanted in results:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megapipe.testing import World, run_world
 from megapipe.train import streaming
 from tests.parity.cases import Case, Rows, configure
+from tests.parity.marks import in_parts
 from tests.parity.outcome import Outcome, Parts, own_values
 from tests.parity.ranks import run_case
 from tests.parity.stale_ranks import begun, run_stale, same_parts
@@ -63,7 +64,7 @@ ALONE = {
     "more",
     [pytest.param(name, marks=pytest.mark.slow) if name != "dp 2" else name for name in ALONE],
 )
-@pytest.mark.parametrize("weights", ["stash", "vertical", "latest"])
+@in_parts("weights", ["stash", "vertical", "latest"], full=["stash"])
 def test_one_stage_trains_as_synchronous_training_does(weights: str, more: str) -> None:
     given = {"activations": "keep"} if weights == "latest" else {}
     case = replace(CASE, weights=weights, pp=1, uneven=False, **{**ALONE[more], **given})  # type: ignore[arg-type]
@@ -133,7 +134,7 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: f"{case.weights}, {case.rule}")
+@in_parts("case", TOGETHER, full=3, ids=lambda case: f"{case.weights}, {case.rule}")
 def test_one_process_trains_as_several_do(case: Case) -> None:
     apart = run_world(case.world, run_stream, case)
     one = replace(case, in_process=True)
@@ -176,7 +177,7 @@ DELAYED: Mapping[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("more", DELAYED)
+@in_parts("more", DELAYED, full=["pp 4"])
 def test_a_double_buffer_is_an_optimizer_with_a_delay_of_one(more: str) -> None:
     case = replace(CASE, weights="double_buffer", clip_scope="global", dtype="bf16")
     case = replace(case, in_process=True, layers=4, **DELAYED[more])  # type: ignore[arg-type]

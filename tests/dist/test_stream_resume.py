@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from megapipe.testing import World, WorldError, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import reference, stopped_runs
 from tests.parity.cases import Case, Rows, configure
+from tests.parity.marks import in_parts
 from tests.parity.outcome import Parts, assemble, own_values
 from tests.parity.stale_faults import filled_with_the_newest_versions
 from tests.parity.stale_ranks import begun, same_parts
@@ -81,8 +81,6 @@ KEPT = {
     ),
 }
 """Policies whose checkpoints have what forwards in flight have read."""
-NEARLY = {"double_buffer, at first synchronous", "correct, dp 2"}
-"""Cases that others nearly prove."""
 
 
 def train(
@@ -117,11 +115,12 @@ def stop_and_go(world: World, case: Case, folder: Path, saved: Collection[int]) 
         same_parts(own_values(step.optimizer), values)
 
 
-def named(cases: Iterable[str]) -> list[Any]:
-    return [pytest.param(each, marks=[pytest.mark.full] * (each in NEARLY)) for each in cases]
-
-
-@pytest.mark.parametrize("name", named(KEPT))
+@in_parts(
+    "name",
+    KEPT,
+    default=["stash"],
+    full=["double_buffer, tied, tp 2", "stash, at first synchronous"],
+)
 def test_a_run_goes_on_to_the_bit_wherever_it_was_stopped(name: str, tmp_path: Path) -> None:
     case = KEPT[name]
     saved = range(1, STEPS) if case.in_process else (1, 2, 5)
@@ -179,16 +178,9 @@ SETTINGS = {
 """With a window of one micro-batch where that may be."""
 
 
-@pytest.mark.parametrize(
-    ("weights", "ends"),
-    [
-        *(pytest.param(weights, range(1, 10), marks=pytest.mark.slow) for weights in SETTINGS),
-        pytest.param("stash", [3], marks=pytest.mark.full),
-    ],
-)
-def test_a_run_that_was_killed_or_told_to_stop_goes_on(
-    weights: str, ends: Sequence[int], tmp_path: Path
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", SETTINGS)
+def test_a_run_that_was_killed_or_told_to_stop_goes_on(weights: str, tmp_path: Path) -> None:
     settings = {
         **stopped_runs.DP,
         "model.tied_embeddings": "false",
@@ -199,7 +191,7 @@ def test_a_run_that_was_killed_or_told_to_stop_goes_on(
         **SETTINGS[weights],
     }
     plays = [Play("whole", settings)]
-    for end in ends:
+    for end in range(1, 10):
         plays += [Play(f"killed-{end}", settings, stop_after=end), Play(f"killed-{end}", settings)]
         plays += [Play(f"told-{end}", settings, preempt=end), Play(f"told-{end}", settings)]
     whole, *others = stopped_runs.run(tmp_path, *plays)
@@ -221,7 +213,7 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.parametrize("name", named(FORGOTTEN))
+@in_parts("name", FORGOTTEN, default=["correct"], full=["correct, dp 2"])
 def test_without_older_versions_it_goes_on_from_regular_checkpoints(
     name: str, tmp_path: Path
 ) -> None:
@@ -255,6 +247,7 @@ def save_and_change(world: World, folder: Path) -> None:
         assert {result.step for result in known} == {4}
 
 
+@pytest.mark.full
 def test_others_read_its_checkpoints_and_fill_anew(tmp_path: Path) -> None:
     run_world(1, save_and_change, tmp_path)
 
@@ -289,6 +282,7 @@ def go_elsewhere(world: World, folder: Path) -> None:
             assert each in kept or not values.any()
 
 
+@pytest.mark.full
 def test_velocities_go_where_their_weights_go(tmp_path: Path) -> None:
     run_world(1, go_elsewhere, tmp_path)
 
@@ -330,8 +324,7 @@ def take_over(
     return values, [result.loss for result in (*known, *step.settle())]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("weights", OTHERS)
+@in_parts("weights", OTHERS, full=3)
 def test_another_layout_takes_masters_and_states(weights: str, tmp_path: Path) -> None:
     """For velocities see test_velocities_go_where_their_weights_go."""
     case, changes = OTHERS[weights]

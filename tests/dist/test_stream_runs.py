@@ -11,6 +11,7 @@ import pytest
 from megapipe.observe.samples import check, read_samples
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 
 pytestmark = pytest.mark.full
 
@@ -66,7 +67,7 @@ def start(folder: Path, given: dict[str, str], code: int = 0) -> str:
     return outcome.text
 
 
-@pytest.mark.parametrize("name", RUNS)
+@in_parts("name", RUNS, full=["double_buffer", "correct, at first synchronous"])
 def test_a_run_takes_each_sample_once_and_may_stop_in_between(name: str, tmp_path: Path) -> None:
     whole, parts, given = tmp_path / "whole", tmp_path / "parts", RUNS[name]
     start(whole, given)

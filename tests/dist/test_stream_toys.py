@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megapipe.testing import World, run_world
+from tests.parity.marks import in_parts
 from tests.parity.stale_toys import train
 
 STALEST = 6
@@ -29,6 +30,7 @@ def below_and_above(world: World) -> tuple[list[float], list[float]]:
     return amplitudes(world, 0.85), amplitudes(world, 1.15)
 
 
+@pytest.mark.full
 def test_delayed_descent_is_stable_up_to_its_limit() -> None:
     """lr x stiffness < 2 sin(pi / (4 tau + 2)), for the delays tau 6 to 0 of seven stages."""
     ((below, above),) = run_world(1, below_and_above)
@@ -54,6 +56,7 @@ STIFF: dict[str, Any] = {"steps": 120, "stiffness": [1.0] * 4, "slack": 3.0}
 """Squares that hold a stage, and terms that let it go: together 1."""
 
 
+@pytest.mark.full
 def test_latest_loses_to_stash_on_a_stiff_chain() -> None:
     """A gradient that comes from two versions is that of no loss: squares and terms no longer make
     up for each other."""
@@ -65,6 +68,7 @@ def test_latest_loses_to_stash_on_a_stiff_chain() -> None:
     assert found["latest"] > 1e6
 
 
+@pytest.mark.full
 def test_pipemares_chain_needs_smaller_rates_at_first_and_corrected_weights() -> None:
     """T1 and T2, at a learning rate that is far too large for stale weights until it has fallen."""
     base = {"lr": 0.8, "decays": True, **STIFF}
@@ -78,7 +82,7 @@ def test_pipemares_chain_needs_smaller_rates_at_first_and_corrected_weights() ->
     assert min(found[name] for name in ("neither", "rates", "weights")) > 100
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.full), 2])
+@in_parts("microbatches", [1, 2], full=[2])
 def test_constant_gradients_are_predicted_without_error(microbatches: int) -> None:
     """Once momentum is in its limit, the loss, which is linear in the weights that forwards read,
     is that of synchronous training, whose weights are always the same."""

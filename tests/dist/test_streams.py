@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from torch import Tensor
@@ -14,6 +13,7 @@ from megapipe.plan.memory import model_memory
 from megapipe.testing import World, WorldError, run_world
 from tests.parity import stale_faults
 from tests.parity.cases import Case, Rows
+from tests.parity.marks import in_parts, some_or_all
 from tests.parity.outcome import Outcome, Parts
 from tests.parity.ranks import run_case
 from tests.parity.stale_ranks import (
@@ -59,8 +59,7 @@ def in_turns(weights: str, m: int, *replicas: int, **more: object) -> Case:
 ALONE = [
     streamed(weights, pp, m, in_process=True)
     for weights in POLICIES
-    for pp, m in [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4)]
-    if legal(weights, pp, m)
+    for pp, m in [(1, 1), (2, 4), (3, 2)]
 ] + [
     *(
         streamed("double_group", 2, 2, in_process=True, schedule="two_group", layers=4, **more)
@@ -100,11 +99,6 @@ ALONE = [
 ]
 
 
-def some_by_default(*values: Any) -> list[Any]:
-    """The first two are run by default, the others in CI."""
-    return [*values[:2], *(pytest.param(value, marks=pytest.mark.full) for value in values[2:])]
-
-
 def check(cases: Sequence[Case]) -> None:
     ranks = run_world(cases[0].world, run_stale_cases, cases, timeout_s=60 + 10 * len(cases))
     for number, case in enumerate(cases):
@@ -114,15 +108,20 @@ def check(cases: Sequence[Case]) -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
-@pytest.mark.parametrize("weights", some_by_default(*POLICIES, "double_group"))
-def test_a_process_trains_as_the_definitions_say(weights: str) -> None:
-    check([case for case in ALONE if case.weights == weights])
+@in_parts(
+    ("weights", "every"),
+    [(weights, every) for weights in (*POLICIES, "double_group") for every in (2, 1)],
+    default=[("correct", 2)],
+    full=2,
+)
+def test_a_process_trains_as_the_definitions_say(weights: str, every: int) -> None:
+    check([case for case in ALONE if case.weights == weights][::every])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", POLICIES)
 def test_a_process_trains_so_in_all_sizes(weights: str) -> None:
-    sizes = [(pp, m) for pp in (2, 3, 4) for m in (1, 2, 4, 6) if legal(weights, pp, m)]
+    sizes = [(pp, m) for pp in (1, 2, 3, 4) for m in (1, 2, 4, 6) if legal(weights, pp, m)]
     check([streamed(weights, pp, m, in_process=True) for pp, m in sizes])
 
 
@@ -134,11 +133,10 @@ def test_two_groups_train_so_in_all_sizes() -> None:
 
 
 SEVERAL = [
-    *(streamed(weights, 2, m) for weights in POLICIES for m in (1, 2)),
     streamed("double_group", 2, 2, schedule="two_group", layers=4),
     streamed("stash", 2, 2, debug=True, masked=0.3, model="llama"),
     streamed("double_buffer", 2, 2, debug=True, dropout=0.3, model="llama"),
-    *(streamed(weights, 3, m) for weights in POLICIES for m in (1, 2, 4) if legal(weights, 3, m)),
+    *(streamed(weights, 3, 2) for weights in ("vertical", "latest", "predict")),
     streamed("vertical", 3, 1, schedule="eager_1f1b", debug=True),
     *(streamed(weights, 2, 2, dp=2) for weights in POLICIES),
     streamed("stash", 2, 1, dp=2, zero=0, reduce_chunk_mib=0.001),
@@ -159,9 +157,18 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize("world", some_by_default(2, 3, 4))
-def test_processes_train_as_the_definitions_say(world: int) -> None:
-    check([case for case in SEVERAL if case.world == world])
+@in_parts(
+    ("world", "every"), [(2, 1), (3, 1), (4, 1), (4, 2)], default=[(2, 1), (3, 1)], full=[(4, 2)]
+)
+def test_processes_train_as_the_definitions_say(world: int, every: int) -> None:
+    check([case for case in SEVERAL if case.world == world][::every])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [2, 3])
+def test_processes_train_so_in_all_sizes(pp: int) -> None:
+    sizes = [(weights, m) for weights in POLICIES for m in (1, 2, 4) if legal(weights, pp, m)]
+    check([streamed(weights, pp, m) for weights, m in sizes])
 
 
 TIED = [
@@ -177,7 +184,7 @@ TIED = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_tied_embeddings(world: int) -> None:
     check([case for case in TIED if case.world == world])
@@ -202,8 +209,7 @@ MOVED_BACK_OR_SYNCHRONOUS = [
 ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@in_parts("world", [1, 2, 3, 4], full=[4])
 def test_corrections_and_synchronous_steps_with_other_things(world: int) -> None:
     check([case for case in MOVED_BACK_OR_SYNCHRONOUS if case.world == world])
 
@@ -237,10 +243,10 @@ def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[StaleOutcome],
     return outcomes, numbers
 
 
-@pytest.mark.full
-def test_compiled_blocks_keep_the_version_of_their_forward() -> None:
-    ((outcomes, numbers),) = run_world(1, run_traced, COMPILED, timeout_s=240)
-    for case, outcome, graphs in zip(COMPILED, outcomes, numbers, strict=True):
+@some_or_all(2)
+def test_compiled_blocks_keep_the_version_of_their_forward(some: slice) -> None:
+    ((outcomes, numbers),) = run_world(1, run_traced, COMPILED[some], timeout_s=240)
+    for case, outcome, graphs in zip(COMPILED[some], outcomes, numbers, strict=True):
         check_stale(case, [outcome])
         assert 1 <= graphs <= 5, f"{case.name}: all versions share their graphs"
 
@@ -265,14 +271,12 @@ TURNS = [
 ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [2, 3, 4, 6])
+@in_parts("world", [2, 3, 4, 6], full=[4])
 def test_stages_of_several_ranks(world: int) -> None:
     check([case for case in TURNS if case.world == world])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("weights", ["stash", "double_buffer"])
+@in_parts("weights", ["stash", "double_buffer"], full=["double_buffer"])
 def test_ranks_of_a_stage_pause_together(weights: str) -> None:
     """In one process sums are of other parts, so the last bits of that are others."""
     case = in_turns(weights, 4, 2, 1, dtype="fp32", look_ahead=1)
@@ -288,18 +292,18 @@ def in_several_ways(world: World, case: Case) -> list[StaleOutcome]:
 
 
 PAUSED = [
+    streamed("double_buffer", 2, 2, dtype="fp32", look_ahead=1, tied=True, debug=True),
     streamed("stash", 2, 1, batch=2),
     streamed("vertical", 2, 2, schedule="eager_1f1b", debug=True),
-    streamed("stash", 2, 2, rule="muon", dtype="fp32", state_dtype="bf16", activations="selective"),
     streamed("latest", 2, 1, batch=2, advance=1, loss_chunk=0),
+    streamed("stash", 2, 2, rule="muon", dtype="fp32", state_dtype="bf16", activations="selective"),
     streamed("predict", 2, 1, batch=2),
     streamed("correct", 2, 2, synchronous_steps=3, lr_anneal_steps=4),
-    streamed("double_buffer", 2, 2, dtype="fp32", look_ahead=1, tied=True, debug=True),
     streamed("double_group", 2, 2, schedule="two_group", layers=4, dtype="bf16"),
 ]
 
 
-@pytest.mark.parametrize("case", PAUSED, ids=lambda case: f"{case.weights}, {case.rule}")
+@in_parts("case", PAUSED, default=8, full=4, ids=lambda case: f"{case.weights}, {case.rule}")
 def test_a_run_that_pauses_at_every_step_is_the_same_to_the_bit(case: Case) -> None:
     """In as many processes and in one, with validations in between or without."""
     ranks = run_world(2, in_several_ways, case)
@@ -345,7 +349,9 @@ def run_plainly(world: World, case: Case) -> Outcome:
     return run_case(world, case, validate=False)
 
 
-@pytest.mark.parametrize("weights", ["stash", "vertical", "latest", "predict", "correct"])
+@in_parts(
+    "weights", ["stash", "vertical", "latest", "predict", "correct"], default=["stash"], full=2
+)
 def test_one_rank_trains_as_synchronous_training_does(weights: str) -> None:
     case = streamed(weights, 1, 2, dtype="fp32")
     plain = replace(case, weights="synchronous", clip_scope="global")
@@ -355,7 +361,7 @@ def test_one_rank_trains_as_synchronous_training_does(weights: str) -> None:
     same_parts(wanted.values[-1], trained(found))
 
 
-@pytest.mark.parametrize("weights", ["stash", "double_buffer", "correct"])
+@in_parts("weights", ["stash", "double_buffer", "correct"], default=["stash"], full=1)
 def test_synchronous_steps_are_those_of_synchronous_training(weights: str) -> None:
     """To the bit, and their results come at once."""
     case = streamed(weights, 2, 2, dtype="fp32", in_process=True, synchronous_steps=4, clip=None)
@@ -413,6 +419,7 @@ def keep_all(world: World) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     return [kept(world, case) for case in MEMORY]
 
 
+@pytest.mark.full
 def test_weights_and_gradients_take_the_memory_that_is_planned() -> None:
     for rank in run_world(3, keep_all):
         for case, (found, planned) in zip(MEMORY, rank, strict=True):
