@@ -121,6 +121,7 @@ def test_real_measurements_and_a_limit(tmp_path: Path) -> None:
     assert any("stays" in note or "chosen" in note for note in ranks[0].notes)
 
 
+@pytest.mark.slow
 def test_what_input_gradients_free_is_room_within_the_limit(tmp_path: Path) -> None:
     free = Fraction(1)
     ranks = train(tmp_path, cost=UNEVEN, limit=2.0, freed=free)
@@ -130,19 +131,14 @@ def test_what_input_gradients_free_is_room_within_the_limit(tmp_path: Path) -> N
     assert "as found before" in again[0].notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        pytest.param(
-            "0F0,0B0\n1F0,1B0\n", "its microbatches is not that of this run", marks=pytest.mark.slow
-        ),
-        pytest.param("0F0,0B0\n1F0,1B", "not an operation", marks=pytest.mark.slow),
-        pytest.param(
-            "# recompute 0\n" + GPIPE,
-            "its recompute is not that of this run",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(GPIPE, "it holds 6 micro-batches, the limit is 2", marks=pytest.mark.slow),
+        ("0F0,0B0\n1F0,1B0\n", "its microbatches is not that of this run"),
+        ("0F0,0B0\n1F0,1B", "not an operation"),
+        ("# recompute 0\n" + GPIPE, "its recompute is not that of this run"),
+        (GPIPE, "it holds 6 micro-batches, the limit is 2"),
         (GPIPE.replace("0B5", "0F5"), "duplicate of op 5"),
     ],
 )

@@ -20,6 +20,7 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.jobs import Job, arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 from tests.parity.stopped_runs import (
     DP,
     HALF,
@@ -40,14 +41,9 @@ CASES = {
     "dp2 pp2 zero 0": {**DP, "optimizer.zero": "0"},
     "dp2 pp2 disk": {**DP, "optimizer.offload": "disk", "optimizer.state_dtype": "bf16"},
 }
-PART = {"dp2 pp2 zero 3": []}
-"""Marks of those that are not slow."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=PART.get(case, pytest.mark.slow)) for case in CASES],
-)
+@in_parts("case", CASES, full=["dp2 pp2 zero 3"])
 def test_the_files_are_those_of_a_run_that_waits(case: str, tmp_path: Path) -> None:
     """A save in every step; and a run that ends while one is under way goes on bitwise."""
     given = {**CASES[case], "checkpoint.every": "1"}
@@ -78,6 +74,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_plan_knows_the_size(tmp_path: Path) -> None:
     """Of a checkpoint to the byte, headers aside; and the largest part of a rank."""
     for given in SIZES.values():
@@ -110,7 +107,7 @@ def notes(folder: Path, words: str) -> list[str]:
     return [text for text in texts if words in text]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_old_checkpoints_go_and_the_last_one_is_there_at_the_end(tmp_path: Path) -> None:
     given = {**tiny(tmp_path), "train.steps": "9", "checkpoint.every": "2", "parallel.pp": "2"}
     given |= {
@@ -129,7 +126,7 @@ def test_old_checkpoints_go_and_the_last_one_is_there_at_the_end(tmp_path: Path)
     assert exported == {"step-00000004", "step-00000008"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_killed_and_gone_on(tmp_path: Path) -> None:
     """By -9 while saves are under way in every step; its losses are those of a whole run."""
     wanted = {"train.steps": "300", "checkpoint.every": "1", "checkpoint.keep": "1"}

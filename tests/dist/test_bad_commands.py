@@ -26,6 +26,7 @@ from tests.parity.bad_commands import (
 )
 from tests.parity.bad_folder import make_folder
 from tests.parity.launches import fork_script, run_script
+from tests.parity.marks import in_parts
 
 CASES = list(every())
 
@@ -42,7 +43,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "here"))
 
 
-@pytest.mark.parametrize("bad", OF_TOKEN_FILES, ids=lambda bad: bad.name)
+@in_parts("bad", OF_TOKEN_FILES, default=8, full=3, ids=lambda bad: bad.name)
 def test_of_token_files(bad: Bad, folder: Path) -> None:
     bad.prepare(folder)
     before = names_in(folder)
@@ -51,9 +52,11 @@ def test_of_token_files(bad: Bad, folder: Path) -> None:
     assert names_in(folder) == before
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "bad", [bad for bad in CASES if bad not in OF_TOKEN_FILES], ids=lambda bad: bad.name
+@in_parts(
+    "bad",
+    [bad for bad in CASES if bad not in OF_TOKEN_FILES],
+    full=3,
+    ids=lambda bad: bad.name,
 )
 def test_of_texts_and_models(bad: Bad, folder: Path) -> None:
     bad.prepare(folder)

@@ -32,8 +32,7 @@ from tests.parity.jobs import (
     tiny,
 )
 from tests.parity.launches import run_forked
-
-pytestmark = pytest.mark.full
+from tests.parity.marks import in_parts
 
 ENDS_S = 15.0
 """Within which every rank ends."""
@@ -94,13 +93,7 @@ def test_the_table_is_long_and_wide() -> None:
     assert {bad.code for bad in TABLE} == {2, 3, 4, 5, 6, 7}
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        pytest.param(bad, marks=[] if number % 3 == 0 else pytest.mark.slow, id=bad.name)
-        for number, bad in enumerate(TABLE)
-    ],
-)
+@in_parts("bad", TABLE, default=63, full=3, ids=lambda bad: bad.name)
 def test_by_two_ranks_or_more(bad: Bad, made: Path, tmp_path: Path) -> None:
     folder = folder_of(bad, made, tmp_path)
     outcome = run(bad, folder, bad.ranks)
@@ -108,30 +101,28 @@ def test_by_two_ranks_or_more(bad: Bad, made: Path, tmp_path: Path) -> None:
     assert outcome.seconds < ENDS_S or os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1)
 
 
-@pytest.mark.parametrize("bad", LAUNCHED[0:3:2], ids=lambda bad: bad.name)
+@in_parts("bad", LAUNCHED[0:3:2], full=2, ids=lambda bad: bad.name)
 def test_under_torchrun(bad: Bad, made: Path, tmp_path: Path) -> None:
     folder = folder_of(bad, made, tmp_path)
     outcome = run_torchrun(tmp_path, 2, *placed(bad, folder))
     outcome.assert_one_line(bad.code, *bad.words)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [pytest.param(b, marks=[] if i < 3 else pytest.mark.slow) for i, b in enumerate(LAUNCHED)],
-    ids=lambda bad: bad.name,
-)
+@in_parts("bad", LAUNCHED, default=LAUNCHED[:1], ids=lambda bad: bad.name)
 def test_under_our_launcher(bad: Bad, made: Path, tmp_path: Path) -> None:
     """Which adds nothing to the line and hands on the exit code."""
     folder = folder_of(bad, made, tmp_path)
     assert_reported(bad, run_launched(tmp_path, 2, *placed(bad, folder)), folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bad", LAUNCHED[:3], ids=lambda bad: bad.name)
 def test_as_one_process(bad: Bad, made: Path, tmp_path: Path) -> None:
     folder = folder_of(bad, made, tmp_path)
     run(bad, folder, 1).assert_one_line(bad.code, *bad.words)
 
 
+@pytest.mark.full
 def test_an_error_with_its_traceback(tmp_path: Path) -> None:
     """Where it arose, also in code of the user's; the line is the last one, and there is one."""
     (tmp_path / "own.py").write_text("def f(ranks, microbatches):\n    raise ValueError('no')\n")
@@ -144,6 +135,7 @@ def test_an_error_with_its_traceback(tmp_path: Path) -> None:
         assert outcome.text.splitlines()[-1] == outcome.errors[0]
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_told_before_data_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +147,7 @@ def test_a_compiler_that_fails_is_told_before_data_is_prepared(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_a_key_that_every_rank_has_wrong_is_reported_once_without_a_launcher(
     tmp_path: Path,
 ) -> None:
@@ -165,6 +158,7 @@ def test_a_key_that_every_rank_has_wrong_is_reported_once_without_a_launcher(
         job.end().assert_one_line(2, "model.hiden")
 
 
+@pytest.mark.full
 def test_a_key_that_only_one_rank_has_wrong_ends_all(tmp_path: Path) -> None:
     good = arguments(tiny(tmp_path))
     with Job(tmp_path) as job:
@@ -172,6 +166,7 @@ def test_a_key_that_only_one_rank_has_wrong_ends_all(tmp_path: Path) -> None:
         job.end().assert_one_line(2, "model.hiden")
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree(tmp_path: Path) -> None:
     good = arguments(tiny(tmp_path))
     with Job(tmp_path) as job:
@@ -180,7 +175,11 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
         job.end().assert_one_line(4, "the ranks disagree", *words)
 
 
-@pytest.mark.parametrize(("present", "words"), [(0, "1 of 2 ranks arrived"), (1, "rendezvous at")])
+@in_parts(
+    ("present", "words"),
+    [(0, "1 of 2 ranks arrived"), (1, "rendezvous at")],
+    full=[(1, "rendezvous at")],
+)
 def test_a_rank_that_never_arrives(tmp_path: Path, present: int, words: str) -> None:
     given = arguments({**tiny(tmp_path), "parallel.timeout_s": "3"})
     with Job(tmp_path) as job:
@@ -188,6 +187,7 @@ def test_a_rank_that_never_arrives(tmp_path: Path, present: int, words: str) -> 
         job.end().assert_one_line(4, words, "3 s (parallel.timeout_s)")
 
 
+@pytest.mark.full
 def test_an_occupied_port(tmp_path: Path) -> None:
     given = arguments(tiny(tmp_path))
     with socket.socket() as other, Job(tmp_path) as job:
@@ -198,7 +198,7 @@ def test_an_occupied_port(tmp_path: Path) -> None:
         job.end().assert_one_line(4, f"127.0.0.1:{port}", "in use", "MASTER_PORT")
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@in_parts("killed", [0, 1], full=[0])
 def test_a_killed_rank_ends_its_peers(tmp_path: Path, killed: int) -> None:
     """Rank 0 takes the store with it."""
     given = arguments({**tiny(tmp_path), **ENDLESS, "parallel.pp": "2"})
@@ -209,6 +209,7 @@ def test_a_killed_rank_ends_its_peers(tmp_path: Path, killed: int) -> None:
         job.end().assert_one_line(4, f"rank {1 - killed} lost")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_its_peers_under_torchrun(tmp_path: Path) -> None:
     given = arguments({**tiny(tmp_path), **ENDLESS, "parallel.tp": "2"})
     with Job(tmp_path) as job:
@@ -218,6 +219,7 @@ def test_a_killed_rank_ends_its_peers_under_torchrun(tmp_path: Path) -> None:
         job.end().assert_one_line(-9, "rank 0 lost contact")
 
 
+@pytest.mark.full
 def test_output_that_nobody_reads_does_not_end_a_run(tmp_path: Path) -> None:
     given = arguments({**tiny(tmp_path), "train.steps": "30"})
     with Job(tmp_path) as job:
@@ -232,6 +234,7 @@ def test_output_that_nobody_reads_does_not_end_a_run(tmp_path: Path) -> None:
     assert (tmp_path / "runs/run/checkpoints/step-00000030/manifest.json").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("given", ["--help", "--dry-run"])
 def test_a_reader_that_has_read_enough(tmp_path: Path, given: str) -> None:
     reader, writer = os.pipe()
@@ -243,6 +246,7 @@ def test_a_reader_that_has_read_enough(tmp_path: Path, given: str) -> None:
     assert (outcome.codes, outcome.text) == ([0], "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("given", [["--help"], ["--dry-run"], ["model.hiden=16"]])
 def test_closed_streams(tmp_path: Path, given: list[str]) -> None:
     """Neither stream open, as under some init systems: the exit code still says what was."""

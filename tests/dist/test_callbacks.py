@@ -27,6 +27,7 @@ from megapipe.train.trainer import Trainer
 from megapipe.train.update import StepResult
 from tests.parity.jobs import ROOT, Outcome, arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Rows, configure
 
 PP2 = {"parallel.pp": "2", "train.steps": "5"}
@@ -192,7 +193,7 @@ ORDER = {
 """Without post-validation, and with it."""
 
 
-@pytest.mark.parametrize("trust", ["false", "true"])
+@in_parts("trust", ["false", "true"], default=2, full=1)
 def test_hooks_are_called_in_order_with_what_the_log_says_on_every_rank(
     trust: str, tmp_path: Path
 ) -> None:
@@ -222,7 +223,7 @@ def test_hooks_are_called_in_order_with_what_the_log_says_on_every_rank(
     assert files["end"] == ["step-00000003", "step-00000005", "summary.json"]
 
 
-@pytest.mark.parametrize("trust", ["false", "true"])
+@in_parts("trust", ["false", "true"], full=["true"])
 def test_requests_are_met_in_their_step(trust: str, tmp_path: Path) -> None:
     (ranks,) = run_spied(tmp_path, {"optimizer.post_validation": trust}, spy=Asks)
     for seen in ranks:
@@ -235,7 +236,7 @@ def test_requests_are_met_in_their_step(trust: str, tmp_path: Path) -> None:
     assert ranks[0].files["end"] == ["step-00000002", "step-00000005", "summary.json"]
 
 
-@pytest.mark.parametrize("trust", ["false", "true"])
+@in_parts("trust", ["false", "true"], full=["true"])
 def test_what_one_rank_wishes_all_do(trust: str, tmp_path: Path) -> None:
     """With validation after the fact a step later; then the run goes on where it was stopped."""
     settings = {"optimizer.post_validation": trust}
@@ -258,6 +259,7 @@ def test_what_one_rank_wishes_all_do(trust: str, tmp_path: Path) -> None:
         assert seen.losses.items() <= other.losses.items(), "bitwise as if it had not stopped"
 
 
+@pytest.mark.full
 def test_a_late_request_is_refused_on_all_ranks(tmp_path: Path) -> None:
     settings = {"optimizer.post_validation": "true"}
     (ranks,) = run_spied(tmp_path, settings, spy=TooLate)
@@ -298,10 +300,10 @@ RAISE = "raise ValueError('no such thing')"
     ("hook", "rank"),
     [
         ("after_step", 1),
-        pytest.param("begin", 0, marks=pytest.mark.full),
+        pytest.param("begin", 0, marks=pytest.mark.slow),
         pytest.param("before_step", 0, marks=pytest.mark.slow),
         pytest.param("wishes", 1, marks=pytest.mark.slow),
-        pytest.param("after_validation", 1, marks=pytest.mark.full),
+        pytest.param("after_validation", 1, marks=pytest.mark.slow),
         pytest.param("before_save", 0, marks=pytest.mark.full),
         pytest.param("end", 1, marks=pytest.mark.slow),
     ],
@@ -377,8 +379,11 @@ def returned(world: World, case: Case, slow: int) -> Returned:
     return seen
 
 
-@pytest.mark.parametrize("trust", [False, True])
-@pytest.mark.parametrize("slow", [1, 2, 4])
+@in_parts(
+    ("trust", "slow"),
+    [(trust, slow) for slow in (1, 2, 4) for trust in (False, True)],
+    full=[(True, 2), (False, 4)],
+)
 def test_a_result_comes_once_with_the_seconds_of_its_step(trust: bool, slow: int) -> None:
     case = Case(pp=2, post_validation=trust)
     for seen in run_world(2, returned, case, slow):

@@ -159,6 +159,7 @@ class Flip(Callback):
             flip(shard.weights if whole else shard.store.read(self.kind, 0, 8), 3, 9)
 
 
+@pytest.mark.slow
 def test_a_run_ends_before_it_saves_what_differs(tmp_path: Path) -> None:
     """With an exit code after which a launcher starts it again, from the checkpoint before."""
     given = {

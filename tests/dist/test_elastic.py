@@ -161,6 +161,7 @@ def test_a_lost_node_costs_the_steps_since_the_last_copy_in_memory(tmp_path: Pat
     assert_as_if_whole(tmp_path, nodes.settings)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
     """The others go on, and no step is lost."""
     with Job(tmp_path, 120) as job:
@@ -176,6 +177,7 @@ def test_a_node_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
     assert_as_if_whole(tmp_path, nodes.settings)
 
 
+@pytest.mark.slow
 def test_a_job_of_a_fixed_number_of_nodes_ends(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         nodes = Nodes(job, "2", 6)

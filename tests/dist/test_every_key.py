@@ -23,6 +23,7 @@ from megapipe.observe import package_hash
 from megapipe.train.job import compared
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 from tests.parity.other_values import ALONE, GIVEN, WORLD, other, outcome, resolved
 from tests.parity.threads import at_once
 
@@ -57,10 +58,7 @@ def test_a_run_has_its_ranks_compare_every_key() -> None:
     assert outcome(list(GIVEN)).items() <= values.items()
 
 
-@pytest.mark.parametrize(
-    "section",
-    [pytest.param(each, marks=[] if each == "parallel" else pytest.mark.full) for each in SECTIONS],
-)
+@in_parts("section", SECTIONS, default=["parallel"], full=3)
 def test_ranks_see_every_difference(section: str, port: int) -> None:
     for key in (key for key in KEYS if key.rpartition(".")[0] == section and key not in ALONE):
         common, different = other(key)
@@ -79,8 +77,7 @@ def test_ranks_see_every_difference(section: str, port: int) -> None:
         assert f"{key} is {before} on rank 0 but {now} on rank 1" in str(first)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("key", STARTED)
+@in_parts("key", STARTED, full=3)
 def test_processes_that_differ_end_before_they_train(key: str, tmp_path: Path) -> None:
     common, different = other(key)
     given = [*arguments(tiny(tmp_path)), *(one for one in common if "source" not in one)]

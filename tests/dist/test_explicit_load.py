@@ -14,6 +14,7 @@ import pytest
 
 from tests.parity.jobs import Outcome, arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 from tests.parity.resealed import set_a_weight
 
 pytestmark = pytest.mark.full
@@ -94,7 +95,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@in_parts("damage", DAMAGES, full=2)
 def test_a_step_that_is_asked_for_is_never_replaced(damage: str, folder: Path) -> None:
     """Though an older one and one of the same step lie beside it, intact."""
     make, words = DAMAGES[damage]
@@ -123,7 +124,7 @@ def test_of_a_run_an_older_checkpoint_is_taken_and_that_is_told(damage: str, fol
     assert "resumed from runs/old/checkpoints/step-00000002 at step 2 of 4" in outcome.text
 
 
-@pytest.mark.parametrize("pointer", ["step-00000009\n", "../../../elsewhere", ""])
+@in_parts("pointer", ["step-00000009\n", "../../../elsewhere", ""], full=2)
 def test_a_run_whose_pointer_leads_nowhere_has_its_newest_loaded(
     pointer: str, folder: Path
 ) -> None:

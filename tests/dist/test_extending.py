@@ -71,7 +71,7 @@ def prepare_plain(folder: Path) -> None:
     ("section", "overrides"),
     [
         pytest.param("Update rule", ["optimizer.zero=2"], marks=pytest.mark.full),
-        pytest.param("Learning rate", ["optimizer.warmup_steps=2"], marks=pytest.mark.full),
+        pytest.param("Learning rate", ["optimizer.warmup_steps=2"], marks=pytest.mark.slow),
         pytest.param("Data set", [], marks=pytest.mark.full),
     ],
 )

@@ -35,10 +35,12 @@ def assert_noticed_in_time(hang: Hang) -> None:
 @pytest.mark.parametrize(
     ("fault", "evidence"),
     [
-        (Fault(1, "stop", action=5), "is stopped by a signal"),
-        (Fault(0, "spin", action=7), "comes no further"),
+        pytest.param(Fault(1, "stop", action=5), "is stopped by a signal", marks=pytest.mark.slow),
+        pytest.param(Fault(0, "spin", action=7), "comes no further", marks=pytest.mark.slow),
         (Fault(3, "lock", hook="before_save"), "something holds Python's lock"),
-        (Fault(1, "lose", action=3), "what it has sent does not arrive"),
+        pytest.param(
+            Fault(1, "lose", action=3), "what it has sent does not arrive", marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
@@ -58,6 +60,7 @@ def test_the_culprit(tmp_path: Path, fault: Fault, evidence: str) -> None:
         assert any("gloo" in entry["profiling_name"] for entry in flight["entries"])
 
 
+@pytest.mark.slow
 def test_a_launcher_starts_the_job_again(tmp_path: Path) -> None:
     fault = Fault(0, "stop", step=5, action=2)
     ends = {"train.steps": "6", "optimizer.schedule": "cosine", "parallel.pp": "2"}
@@ -69,6 +72,7 @@ def test_a_launcher_starts_the_job_again(tmp_path: Path) -> None:
     assert (tmp_path / "runs/run/checkpoints/step-00000006").is_dir()
 
 
+@pytest.mark.slow
 def test_without_a_watchdog_communication_notices(tmp_path: Path) -> None:
     fault = Fault(1, "stop", action=5)
     hang = run_hanging(tmp_path, 2, fault, **{"parallel.pp": "2", "parallel.watchdog": "false"})
@@ -125,6 +129,7 @@ def test_a_rank_of_another_node(tmp_path: Path) -> None:
     assert {f"rank-{rank}.json" for rank in range(4)} <= told, "of both nodes"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_has_the_store(tmp_path: Path) -> None:
     """Ranks that no launcher has started; the one that is left cannot ask who is to speak."""
     wanted = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}

@@ -47,6 +47,7 @@ def test_a_hangup_of_one_rank_saves_all(tmp_path: Path) -> None:
         assert_saved(job.end(), tmp_path)
 
 
+@pytest.mark.slow
 def test_hangups_are_as_many_as_like_to_be(tmp_path: Path) -> None:
     """Shell and system may both send it when a terminal closes, at times of their own; a request
     of a scheduler after them is its first."""
@@ -81,6 +82,7 @@ def test_a_hangup_before_a_launcher_has_ranks(tmp_path: Path) -> None:
         job.end().assert_one_line(75, "stopped by SIGHUP before the ranks had begun")
 
 
+@pytest.mark.slow
 def test_a_run_under_nohup_goes_on(tmp_path: Path) -> None:
     """In which SIGHUP is ignored from the beginning."""
 

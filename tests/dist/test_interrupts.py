@@ -23,6 +23,7 @@ from tests.parity.jobs import (
     tiny,
 )
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 
 pytestmark = pytest.mark.full
 
@@ -88,6 +89,7 @@ def test_an_interrupt_before_training_ends_at_once(tmp_path: Path) -> None:
         assert "Traceback" not in job.text
 
 
+@pytest.mark.slow
 def test_an_interrupt_under_torchrun_saves_all(tmp_path: Path) -> None:
     """Its agent hands the signal on to its ranks and gives them half a minute."""
     with Job(tmp_path) as job:
@@ -98,8 +100,11 @@ def test_an_interrupt_under_torchrun_saves_all(tmp_path: Path) -> None:
     assert_saved(outcome, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("to", "number"), [("launcher", signal.SIGINT), ("rank", signal.SIGTERM)], ids=str
+@in_parts(
+    ("to", "number"),
+    [("launcher", signal.SIGINT), ("rank", signal.SIGTERM)],
+    full=[("launcher", signal.SIGINT)],
+    ids=str,
 )
 def test_a_signal_under_our_launcher_saves_all(
     to: str, number: signal.Signals, tmp_path: Path
@@ -115,7 +120,7 @@ def test_a_signal_under_our_launcher_saves_all(
     assert not after or (" saved " in after and after.count("\n") == 1), "by rank 0, a moment later"
 
 
-@pytest.mark.parametrize("stopped", [(1,), (0, 1)], ids=str)
+@in_parts("stopped", [(1,), (0, 1)], full=[(0, 1)], ids=str)
 def test_a_second_interrupt_of_our_launcher_ends_at_once(
     stopped: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -157,6 +162,7 @@ def test_a_scheduler_stops_all_ranks_before_the_first_step(
     outcome.assert_one_line(75, f"stopped by {number.name} before the first step")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_scheduler_stops_one_rank_while_the_others_meet(rank: int, tmp_path: Path) -> None:
     given = endless(tmp_path, **PATIENT, **{"train.global_batch": "6"})
@@ -183,6 +189,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_a_save_that_would_outlast_the_grace_is_not_begun(background: str, tmp_path: Path) -> None:
     """Only one rank hears the signal; the next start goes on from the checkpoint before."""
@@ -235,7 +242,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("background", ["false", "true"])
+@in_parts("background", ["false", "true"], full=["true"])
 def test_signals_within_a_save(background: str, tmp_path: Path) -> None:
     """The save is finished, and no step is lost."""
     script = tmp_path / "signals.py"
@@ -302,7 +309,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("place", ["corpus.load_sources", "trainer.TrainStep"])
+@in_parts("place", ["corpus.load_sources", "trainer.TrainStep"], full=["corpus.load_sources"])
 def test_a_scheduler_stops_a_job_that_is_set_up(place: str, tmp_path: Path) -> None:
     """The signal comes to the rank that waits for one that tokenizes, or builds its model."""
     script = tmp_path / "sets_up.py"
@@ -325,7 +332,7 @@ def test_a_scheduler_stops_our_launcher_before_it_has_ranks(tmp_path: Path) -> N
         job.end().assert_one_line(75, "stopped by SIGTERM before the ranks had begun")
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL], ids=str)
+@in_parts("number", [signal.SIGUSR1, signal.SIGKILL], full=[signal.SIGKILL], ids=str)
 def test_ranks_end_without_the_torchrun_that_has_started_them(
     number: signal.Signals, tmp_path: Path
 ) -> None:

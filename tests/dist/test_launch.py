@@ -24,6 +24,7 @@ from megapipe.launch.shutdown import Shutdown
 from megapipe.words import ranges
 from tests.parity import threads
 from tests.parity.jobs import free_port
+from tests.parity.marks import in_parts
 
 TORCHRUN = {
     "RANK": "9",
@@ -320,6 +321,7 @@ def test_of_a_bug_one_traceback_is_shown(port: int) -> None:
     assert text.count("ZeroDivisionError: on rank") == 1
 
 
+@pytest.mark.full
 def test_a_lost_peer_is_news_only_if_it_did_not_say_why(port: int) -> None:
     broken = RuntimeError("[/x/gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
     said = threading.Event()
@@ -381,7 +383,7 @@ class Link:
                     sink.sendall(data)
 
 
-@pytest.mark.parametrize("loss", ["a word", "gone", "mute"])
+@in_parts("loss", ["a word", "gone", "mute"], full=["gone"])
 def test_a_rank_that_is_stuck_ends_with_the_job(tmp_path: Any, loss: str) -> None:
     """When a peer fails with a word, when the store goes down, and when it answers nobody."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

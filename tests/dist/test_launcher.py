@@ -9,6 +9,7 @@ import pytest
 
 from megapipe.launch.launcher import main
 from tests.parity.jobs import Job, Outcome, free_port
+from tests.parity.marks import in_parts
 
 SHOW = (
     "named = [os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]; "
@@ -32,6 +33,7 @@ def test_the_exit_code_is_that_of_the_first_to_fail(tmp_path: Path) -> None:
     assert outcome.text == ""
 
 
+@pytest.mark.full
 def test_a_rank_that_was_killed_is_spoken_for(tmp_path: Path) -> None:
     outcome = run(tmp_path, "os.kill(os.getpid(), 9) if rank == 2 else time.sleep(60)")
     assert outcome.codes == [128 + signal.SIGKILL]
@@ -56,7 +58,7 @@ datetime.datetime = Skewed
 """
 
 
-@pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.full)])
+@in_parts("code", [0, 3], full=[0])
 def test_nodes_meet_and_hand_on_their_code(code: int, tmp_path: Path) -> None:
     """Their clocks are two minutes apart."""
     nodes = ["--nnodes", "2", "--nproc", "2", "--rdzv-id", "a"]
@@ -75,6 +77,7 @@ def test_nodes_meet_and_hand_on_their_code(code: int, tmp_path: Path) -> None:
     assert outcome.codes == [code, code]
 
 
+@pytest.mark.full
 def test_the_node_of_the_store_may_end_first(tmp_path: Path) -> None:
     port = free_port()
     nodes = ["--nnodes", "2", "--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{port}"]
@@ -89,6 +92,7 @@ def test_the_node_of_the_store_may_end_first(tmp_path: Path) -> None:
     assert outcome.codes == [6, 6]
 
 
+@pytest.mark.full
 def test_nodes_that_do_not_meet(tmp_path: Path) -> None:
     """Nobody is at the address, which is not of this machine."""
     nodes = ["--nnodes", "2", "--rdzv-id", "a", "--rdzv-endpoint", "no-such-host.invalid:1"]

@@ -21,6 +21,7 @@ from megapipe.train import memory_copies
 from megapipe.train.callbacks import Callback, Run, Step
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts, some_or_all
 from tests.parity.poison import Poison
 from tests.parity.stopped_runs import BASE, Interrupted, Play, assert_continues, play
 
@@ -134,17 +135,9 @@ CASES = {
     "post-validation": ({**PP_DP, "optimizer.post_validation": "true"}, "AABB", "AABB", "B"),
 }
 """Settings, nodes before and after, and the one whose memory is lost in between."""
-PART = {"tp2 dp2", "pp2 dp2 zero 3"}
-"""Those that are not slow."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.full if case in PART else pytest.mark.slow)
-        for case in CASES
-    ],
-)
+@in_parts("case", CASES, full=["pp2 dp2 zero 3"])
 def test_it_goes_on_from_memory(case: str, tmp_path: Path) -> None:
     """Killed after step 5, with a copy of step 4 and nothing on a disk."""
     given, before, after, lost = CASES[case]
@@ -170,15 +163,16 @@ LEFT = {
 """What is done to the copies of steps 2 and 4 on two nodes, and from which the run goes on."""
 
 
-@pytest.mark.full
-def test_damaged_copies_are_passed_over(tmp_path: Path) -> None:
+@some_or_all(3)
+def test_damaged_copies_are_passed_over(some: slice, tmp_path: Path) -> None:
+    left = [*LEFT.values()][some]
     behind = {**MEMORY, "parallel.dp": "2"}
     starts = [Start(Play("whole", {**behind, "checkpoint.memory_every": "0"}), "AB")]
-    for number, (harm, _) in enumerate(LEFT.values()):
+    for number, (harm, _) in enumerate(left):
         cut = Start(Play(f"cut-{number}", behind, stop_after=5), "AB", first=Emptied())
         starts += [cut, Start(Play(f"cut-{number}", behind), "AB", first=harm)]
     whole, *rest = start(tmp_path, *starts)
-    for again, (_, step) in zip(rest[1::2], LEFT.values(), strict=True):
+    for again, (_, step) in zip(rest[1::2], left, strict=True):
         assert {rank["first_step"] for rank in again} == {step}
         assert_continues(again, whole)
 
@@ -239,7 +233,7 @@ def test_the_newer_one_is_taken_and_an_older_one_where_starts_fail(tmp_path: Pat
     assert_continues(last, whole)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["all", "weights"])
 def test_what_a_run_has_begun_with_is_not_loaded_again(what: str, tmp_path: Path) -> None:
     """Of a copy of its own and the checkpoint of another run, a run goes on with its own."""

@@ -107,6 +107,7 @@ def test_a_kill_costs_no_more_steps_than_lie_between_copies(layout: str, tmp_pat
     assert_as_whole(tmp_path, world, settings)
 
 
+@pytest.mark.slow
 def test_a_node_loses_its_memory_between_starts(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **WANTED, "parallel.dp": "2"}
     (tmp_path / "lose-node1").touch()

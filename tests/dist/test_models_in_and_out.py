@@ -99,7 +99,12 @@ def test_checkpoints_of_any_layout_export_to_the_same_bytes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("case", "layout"), [("gpt2", {}), ("qwen2", {}), ("qwen3_moe", {"parallel.ep": "2"})]
+    ("case", "layout"),
+    [
+        pytest.param("gpt2", {}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {}, marks=pytest.mark.slow),
+        ("qwen3_moe", {"parallel.ep": "2"}),
+    ],
 )
 def test_each_rank_reads_what_it_holds(case: str, layout: dict[str, str], tmp_path: Path) -> None:
     """Afterwards the run goes on from a checkpoint of its own."""
@@ -176,6 +181,7 @@ def began_with(folder: Path, name: str) -> str:
     return str(found).removeprefix("begins with the weights of ")
 
 
+@pytest.mark.slow
 def test_weights_of_another_run(tmp_path: Path) -> None:
     """With another update rule and another order of the data; by its folder, and as the latest."""
     old = {"optimizer.rule": "lion", "train.stop_after": "2"}

@@ -20,6 +20,7 @@ from megapipe.testing import World, run_world
 from tests.parity import object_files
 from tests.parity.jobs import Outcome, arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 from tests.parity.object_server import Fault, ObjectServer, Request, serving
 from tests.parity.stopped_runs import (
     BASE,
@@ -72,8 +73,8 @@ def run(folder: Path, *plays: Play, world: int) -> list[list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("given", "world", "background"),
     [
-        pytest.param(PP, 2, False, id="pp2"),
-        pytest.param(TP, 4, True, id="tp2 pp2 in the background", marks=pytest.mark.full),
+        pytest.param(PP, 2, False, id="pp2", marks=pytest.mark.full),
+        pytest.param(TP, 4, True, id="tp2 pp2 in the background", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_saves_and_goes_on_as_a_local_one_does(
@@ -105,7 +106,7 @@ def test_a_run_saves_and_goes_on_as_a_local_one_does(
     assert not left
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_another_layout_loads_what_it_loads_of_a_local_one(
     store: ObjectServer, tmp_path: Path
 ) -> None:
@@ -167,7 +168,6 @@ PHASES: dict[str, Callable[[Request], bool]] = {
     "reading it back": lambda r: r.kind == "HEAD" and r.key.endswith(MANIFEST),
     "the pointer": lambda r: r.kind == "PUT" and r.key.endswith(POINTER),
 }
-IN_CI = ("a shard", "the manifest", "the pointer")
 
 
 @pytest.fixture(scope="module")
@@ -180,13 +180,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [
-        pytest.param(name, marks=pytest.mark.full if name in IN_CI else pytest.mark.slow)
-        for name in PHASES
-    ],
-)
+@in_parts("phase", PHASES, full=["the manifest"])
 def test_a_run_that_is_killed_in_a_save_goes_on(
     phase: str, whole: Path, store: ObjectServer, tmp_path: Path
 ) -> None:

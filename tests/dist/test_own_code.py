@@ -18,6 +18,7 @@ from megapipe.data_config import DataConfig
 from megapipe.errors import CheckpointError, DataError
 from megapipe.testing import World, run_world
 from tests.parity.jobs import tiny
+from tests.parity.marks import in_parts
 from tests.parity.own_code import TOKENS
 from tests.parity.stopped_runs import (
     BASE,
@@ -61,11 +62,7 @@ def assert_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None
             assert np.array_equal(x, y), name
 
 
-@pytest.mark.parametrize("store", [
-    "zero 3",
-    *(pytest.param(f"zero {stage}", marks=pytest.mark.full) for stage in range(3)),
-    *(pytest.param(each, marks=pytest.mark.slow) for each in STORES if "zero" not in each),
-])  # fmt: skip
+@in_parts("store", STORES, full=["zero 3"])
 def test_a_rule_that_does_as_lion_gives_the_same_weights_and_resumes(
     store: str, tmp_path: Path
 ) -> None:
@@ -166,7 +163,7 @@ WINDOWS = {"data.source": f"{OWN}:Windows", "data.cache": "cache"}
 
 
 @pytest.mark.parametrize("layout", [
-    {"parallel.dp": "2"},
+    pytest.param({"parallel.dp": "2"}, marks=pytest.mark.slow),
     pytest.param({"parallel.pp": "2", "model.dropout": "0.1"}, marks=pytest.mark.full),
     pytest.param({"parallel.tp": "2", "data.mask_document_ends": "true"}, marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
@@ -189,6 +186,7 @@ def test_a_data_set_with_the_tokens_of_a_corpus_trains_alike_and_resumes(
     assert_continues(parts, full)
 
 
+@pytest.mark.full
 def test_another_data_set_is_another_run(tmp_path: Path) -> None:
     one = {**WINDOWS, "model.layers": "1", "train.stop_after": "2"}
     begun, changed = run_with_tokens(

@@ -68,7 +68,7 @@ def test_the_profile_of_a_step_has_every_operation_of_every_rank(tmp_path: Path)
     assert {path.name for path in folder.parent.iterdir()} == {folder.name}, "that step alone"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_device_without_memory_leaves_the_plan_and_one_line(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.format(root=str(ROOT)))

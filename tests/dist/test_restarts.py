@@ -68,6 +68,7 @@ def test_two_kills_and_an_exception_change_no_bit(tmp_path: Path) -> None:
         assert_same_files(*(folder / f"step-{step:08d}" for folder in folders))
 
 
+@pytest.mark.slow
 def test_two_faults_at_a_step_go_back_to_an_older_checkpoint(tmp_path: Path) -> None:
     """Where they were chance that costs time, and no bit."""
     here = {"checkpoint.background": "false"}  # step 4 is saved before step 6 fails
@@ -119,6 +120,7 @@ def test_a_checkpoint_that_kills_whoever_loads_it(tmp_path: Path) -> None:
     assert (checkpoints / "step-00000006.1").is_dir()
 
 
+@pytest.mark.slow
 def test_too_many(tmp_path: Path) -> None:
     outcome = run(tmp_path, {3: 9}, "--restarts", "2")
     assert outcome.codes == [8], outcome.text

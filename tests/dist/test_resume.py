@@ -23,6 +23,7 @@ from megapipe.train.callbacks.saving import Clock
 from tests.parity import reference
 from tests.parity.jobs import Job, arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 from tests.parity.stopped_runs import (
     BASE,
     DP,
@@ -71,18 +72,7 @@ CASES = {
 }  # fmt: skip
 
 
-IN_CI = (
-    "dp2 pp2 double buffer",
-    "tp2 pp2 tied bf16",
-    "dp2 pp2 muon, zero 3",
-    "cp4 usp, bf16, attention kept",
-)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if case in IN_CI else pytest.mark.slow) for case in CASES],
-)
+@in_parts("case", CASES, full=["dp2 pp2 double buffer", "dp2 pp2 muon, zero 3"])
 def test_a_resumed_run_is_the_uninterrupted_one_bitwise(case: str, tmp_path: Path) -> None:
     given = CASES[case]
     stopped = Play("parts", given, stop_after=HALF)
@@ -110,7 +100,7 @@ def test_a_prefix_of_a_run_is_saved_and_goes_on_as_the_whole(tmp_path: Path) -> 
     assert "ended after step 3 of 8" in (tmp_path / "runs/parts/log.jsonl").read_text()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+@in_parts("schedule", ["1f1b", "chimera"], full=["chimera"])
 def test_another_layout_loads_the_same_state_and_goes_on(schedule: str, tmp_path: Path) -> None:
     """dp2 pp2 with ZeRO 0, perhaps replicated, goes on as tp2 pp2 with ZeRO 1, and back."""
     first = {**DP, "optimizer.zero": "0", "model.dropout": "0", "pipeline.schedule": schedule}
@@ -184,7 +174,7 @@ def test_whether_to_resume_can_be_demanded(tmp_path: Path) -> None:
         assert "the run is finished; to train on raise train.steps" in rank["finished"]
 
 
-@pytest.mark.parametrize("sign", [signal.SIGUSR1, signal.SIGINT])
+@in_parts("sign", [signal.SIGUSR1, signal.SIGINT], full=[signal.SIGUSR1])
 def test_a_signal_to_one_rank_saves_and_stops_all(sign: signal.Signals, tmp_path: Path) -> None:
     signalled = Play("parts", DP, preempt=3, sign=sign)
     full, stopped, parts = run(tmp_path, Play("full", DP), signalled, Play("parts", DP))
@@ -215,7 +205,7 @@ class Always(Clock):
     due = True  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("trust", [False, True])
+@in_parts("trust", [False, True], full=[True])
 def test_one_clock_decides_when_all_save(trust: bool, tmp_path: Path) -> None:
     """That of rank 0; with validation after the fact it is heard a step later."""
     given = {"parallel.pp": "2", "checkpoint.every": "0", "checkpoint.keep": "9",
@@ -233,7 +223,7 @@ def test_the_clock() -> None:
     assert not Clock(3600).due
 
 
-@pytest.mark.parametrize("every", ["1", "5"])
+@in_parts("every", ["1", "5"], full=["5"])
 def test_a_signal_stops_a_run_that_validates_after_the_fact(every: str, tmp_path: Path) -> None:
     """At the step of the signal if that is settled, otherwise at the next."""
     later = {**DP, "optimizer.post_validation": "true", "checkpoint.every": every}

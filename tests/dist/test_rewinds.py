@@ -15,6 +15,7 @@ import pytest
 from megapipe.checkpoint import Checkpoint
 from megapipe.observe.samples import check, read_samples
 from megapipe.train.judge import Unsound
+from tests.parity.marks import in_parts
 from tests.parity.poison import Poison
 from tests.parity.stopped_runs import DP, STEPS, TP, Play, assert_same_files, checkpoint, run
 
@@ -62,13 +63,7 @@ CASES: dict[str, tuple[Mapping[str, str], Poison]] = {
 }
 
 
-IN_CI = ("states", "a spike of the norm")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if case in IN_CI else pytest.mark.slow) for case in CASES],
-)
+@in_parts("case", CASES, full=["a spike of the norm"])
 def test_a_run_that_goes_back_is_the_one_without_those_samples(case: str, tmp_path: Path) -> None:
     """Bitwise, also where it is stopped after that and goes on."""
     given, poison = CASES[case]
@@ -103,7 +98,7 @@ def test_a_run_that_goes_back_is_the_one_without_those_samples(case: str, tmp_pa
 @pytest.mark.parametrize(
     ("given", "poison"),
     [
-        (TP, Poison("gradient", 2, *BAD)),
+        pytest.param(TP, Poison("gradient", 2, *BAD), marks=pytest.mark.slow),
         pytest.param({**DP, "model.dropout": "0"}, Poison("loss", 2, *BAD), marks=pytest.mark.slow),
         (
             {**DP, "model.dropout": "0", "optimizer.post_validation": "true"},

@@ -25,6 +25,7 @@ from megapipe.train.trainer import Trainer
 from tests.parity.bad_input.places import MPI, SLURM
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 from tests.unit.data.data_cases import train_bpe
 
 TRAINS = "trains"
@@ -109,8 +110,13 @@ def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
     assert list(taken.iterdir()) == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("places", [MPI, SLURM], ids=["mpirun", "srun"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param(MPI, id="mpirun", marks=pytest.mark.full),
+        pytest.param(SLURM, id="srun", marks=pytest.mark.slow),
+    ],
+)
 def test_processes_of_mpirun_and_srun_are_one_run(
     places: dict[str, str | None], tmp_path: Path
 ) -> None:
@@ -121,8 +127,7 @@ def test_processes_of_mpirun_and_srun_are_one_run(
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("linked", ["runs", "runs/run"])
+@in_parts("linked", ["runs", "runs/run"], full=["runs/run"])
 def test_a_run_follows_the_link_that_it_is_and_none_within(linked: str, tmp_path: Path) -> None:
     """Reports that meet one are left out, and the run goes on; what is outside stays as it was."""
     outside = tmp_path / "outside"

@@ -7,12 +7,14 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parity.jobs import Job
+from tests.parity.marks import in_parts
 from tests.parity.setting_up import TwoNodes
 
 pytestmark = pytest.mark.full
@@ -27,19 +29,9 @@ LONG = {"parallel.pp": "2", "parallel.timeout_s": "300"}
 SHORT = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
 
 
-def each(*places: str) -> Any:
-    """Each place with one of the ranks in CI, all pairs with `slow`."""
-    return pytest.mark.parametrize(
-        ("place", "rank"),
-        [
-            pytest.param(place, rank, marks=[pytest.mark.slow] * ((i + rank) % 2))
-            for i, place in enumerate(places)
-            for rank in (0, 1)
-        ],
-    )
-
-
-RANKS = [0, pytest.param(1, marks=pytest.mark.slow)]
+def each(*places: str, full: Sequence[tuple[str, int]] = ()) -> Any:
+    """Each place with each rank, all of them slow but for these."""
+    return in_parts(("place", "rank"), [(p, rank) for p in places for rank in (0, 1)], full=full)
 
 
 def strike(job: Job, rank: int, number: signal.Signals) -> float:
@@ -74,7 +66,7 @@ def assert_named(rank: int, line: str) -> None:
     assert str(rank) in found.groups()
 
 
-@each("corpus", "tokenizer")
+@each("corpus", "tokenizer", full=[("corpus", 0)])
 def test_a_killed_rank_of_two_nodes(tmp_path: Path, place: str, rank: int) -> None:
     """Without a launcher. Rank 0 takes the store with it."""
     with Job(tmp_path) as job:
@@ -97,7 +89,8 @@ def test_a_stopped_rank_of_two_nodes(tmp_path: Path, place: str, rank: int) -> N
         assert_named(rank, the_line(job))
 
 
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_never_comes(tmp_path: Path, rank: int) -> None:
     """Without a launcher nobody knows whether it was killed or is late."""
     with Job(tmp_path) as job:
@@ -121,7 +114,7 @@ def test_a_killed_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) -
     assert f"rank {rank} was killed by SIGKILL" in line
 
 
-@each("corpus", "tokenizer", "import")
+@each("corpus", "tokenizer", "import", full=[("import", 0)])
 def test_a_stopped_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) -> None:
     with Job(tmp_path) as job:
         TwoNodes(job, place, rank, **SHORT).launched()
@@ -131,6 +124,7 @@ def test_a_stopped_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) 
         job.end()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_waits_for_the_corpus(tmp_path: Path) -> None:
     """The one that works is not to blame, and nobody waits until it has done its work; the watchdog
     of training may be off."""
@@ -147,7 +141,8 @@ def test_a_stopped_rank_that_waits_for_the_corpus(tmp_path: Path) -> None:
     assert "is stopped by a signal, for 6 s at preparing the data" in line
 
 
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_under_torchrun(tmp_path: Path, rank: int) -> None:
     """On two nodes; torchrun has a code of its own for what has failed."""
     with Job(tmp_path) as job:
@@ -158,7 +153,8 @@ def test_a_stopped_rank_under_torchrun(tmp_path: Path, rank: int) -> None:
         job.end()
 
 
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_under_torchrun(tmp_path: Path, rank: int) -> None:
     """torchrun names it, and may end other nodes before a monitor does."""
     with Job(tmp_path) as job:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.parity.marks import in_parts
 from tests.parity.naive_reader import read_global
 from tests.parity.slow_rank import EVERY, STEPS, Slow, run_watched
 
@@ -31,17 +32,16 @@ def ranks_of(settings: dict[str, str]) -> int:
     return 3 if settings is DP3 else 4
 
 
-@pytest.mark.parametrize(
+@in_parts(
     ("layout", "rank"),
     [
         ("pp2_tp2", 2),
-        pytest.param("pp2_tp2", 1, marks=pytest.mark.slow),
-        pytest.param("dp2_tp2", 3, marks=pytest.mark.full),
-        pytest.param("dp3", 1, marks=pytest.mark.full),
-        pytest.param("uneven", 1, marks=pytest.mark.full),
-        pytest.param("uneven", 0, marks=pytest.mark.slow),
-        pytest.param("uneven", 3, marks=pytest.mark.slow),
+        ("pp2_tp2", 1),
+        ("dp2_tp2", 3),
+        ("dp3", 1),
+        *(("uneven", rank) for rank in (1, 0, 3)),
     ],
+    full=[("pp2_tp2", 2), ("uneven", 1)],
 )
 def test_the_slow_rank_is_named(layout: str, rank: int, tmp_path: Path) -> None:
     """Its tensor-parallel peer waits for it within operations, which take as long there."""
@@ -54,8 +54,7 @@ def test_the_slow_rank_is_named(layout: str, rank: int, tmp_path: Path) -> None:
         assert 1.5 < score < 12, "it sleeps ten times as long"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp2_tp2", "uneven"])
+@in_parts("layout", ["pp2_tp2", "uneven"], full=["uneven"])
 def test_ranks_that_are_as_fast_as_others_are_not_named(layout: str, tmp_path: Path) -> None:
     settings = LAYOUTS[layout]
     job = run_watched(tmp_path, ranks_of(settings), Slow(), **settings)
@@ -63,7 +62,7 @@ def test_ranks_that_are_as_fast_as_others_are_not_named(layout: str, tmp_path: P
     assert list(job.scores) == ENDS
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_no_bit_depends_on_it(tmp_path: Path) -> None:
     """Of a pipeline that does not meet at the end of its steps."""
     settings = {"parallel.pp": "2", "pipeline.schedule": "zb_h1", "pipeline.layout": "[1,1]"}

@@ -49,6 +49,7 @@ def test_the_peers_of_a_rank_that_is_stopped_with_the_store(tmp_path: Path) -> N
         assert job.processes[0].wait(LEAVE_S + TIMEOUT_S) == 4, "once it goes on"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_under_our_launcher(tmp_path: Path) -> None:
     """torchrun's agent would give it half a minute to end."""
     with Job(tmp_path) as job:
@@ -61,6 +62,7 @@ def test_a_stopped_rank_under_our_launcher(tmp_path: Path) -> None:
     outcome.assert_one_line(4, "rank 1 lost contact with a peer")
 
 
+@pytest.mark.slow
 def test_the_nodes_of_a_launcher_that_is_stopped_with_the_store(tmp_path: Path) -> None:
     """Neither ranks nor the other launcher, all of which ask that store, wait for it."""
     nodes = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", "1", "--rdzv-id", "a"]

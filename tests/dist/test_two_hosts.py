@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.jobs import ENDLESS, ROOT, Job, arguments, tiny
+from tests.parity.marks import in_parts
 from tests.parity.sockets import EVERYWHERE, listening
 
 pytestmark = pytest.mark.full
@@ -88,7 +89,7 @@ def launch(
     return job.start(command, environ, preexec_fn=functools.partial(enter, host))
 
 
-@pytest.mark.parametrize("watchdog", ["true", "false"])
+@in_parts("watchdog", ["true", "false"], full=["false"])
 def test_a_link_that_goes_down(watchdog: str, hosts: list[str], tmp_path: Path) -> None:
     """Neither host can tell the other anything: both speak, and all end in time."""
     wanted = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
@@ -106,6 +107,7 @@ def test_a_link_that_goes_down(watchdog: str, hosts: list[str], tmp_path: Path) 
     assert "Traceback" not in outcome.text
 
 
+@pytest.mark.slow
 def test_a_host_that_is_gone(hosts: list[str], tmp_path: Path) -> None:
     """The one where all meet; the other goes on by itself."""
     wanted = {"parallel.timeout_s": str(TIMEOUT_S), "checkpoint.every": "5", "train.steps": "400"}

@@ -19,6 +19,7 @@ from megapipe.train.upcycle import Upcycled, without_source
 from tests.parity.converted import write_checkpoint
 from tests.parity.first_step import first_losses
 from tests.parity.jobs import arguments, tiny
+from tests.parity.marks import in_parts
 from tests.parity.reference import init_random, shapes
 from tests.parity.stopped_runs import BASE
 from tests.unit.model.transformers_models import model_of
@@ -89,8 +90,7 @@ def test_what_experts_cannot_be_copies_of_is_refused(tmp_path: Path) -> None:
         of_run(checkpoint, argv, EXPERTS)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", ["gpt2", "llama_gqa"])
+@in_parts("case", ["gpt2", "llama_gqa"], full=["llama_gqa"])
 def test_a_run_begins_with_the_loss_of_the_dense_model(case: str, tmp_path: Path) -> None:
     """Of its own checkpoint and, but for rounding to fp32, of a folder of Hugging Face's. Weights
     that do not sum to 1 give another loss."""
