@@ -36,11 +36,9 @@ def assert_noticed_in_time(hang: Hang) -> None:
     ("fault", "evidence"),
     [
         pytest.param(Fault(1, "stop", action=5), "is stopped by a signal", marks=pytest.mark.slow),
-        pytest.param(Fault(0, "spin", action=7), "comes no further", marks=pytest.mark.slow),
+        (Fault(0, "spin", action=7), "comes no further"),
         (Fault(3, "lock", hook="before_save"), "something holds Python's lock"),
-        pytest.param(
-            Fault(1, "lose", action=3), "what it has sent does not arrive", marks=pytest.mark.slow
-        ),
+        (Fault(1, "lose", action=3), "what it has sent does not arrive"),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )

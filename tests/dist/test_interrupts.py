@@ -89,7 +89,6 @@ def test_an_interrupt_before_training_ends_at_once(tmp_path: Path) -> None:
         assert "Traceback" not in job.text
 
 
-@pytest.mark.slow
 def test_an_interrupt_under_torchrun_saves_all(tmp_path: Path) -> None:
     """Its agent hands the signal on to its ranks and gives them half a minute."""
     with Job(tmp_path) as job:
