@@ -38,7 +38,7 @@ _BLOCK = 1 << 24
 _IN_CACHE = 1 << 20
 """Bytes that are read and looked at before more are."""
 _IN_ONE_THREAD = 1 << 15
-"""Values that torch adds up without threads of its own."""
+"""Values that torch adds up in one thread where it has several: others read other tensors."""
 
 
 class Slot(NamedTuple):
@@ -172,6 +172,7 @@ def examine(path: Place, tensors: Sequence[Placed], *, finite: bool) -> None:
     a value that is not finite, or if the file cannot be read or ends early.
     """
     buffer = torch.empty(_IN_CACHE, dtype=torch.uint8)
+    piece = _IN_CACHE if torch.get_num_threads() == 1 else _IN_ONE_THREAD
     last = tensors[-1]
     with at(path).open(until=last.start + last.slot.nbytes) as file:
         file.seek(tensors[0].start)
@@ -184,7 +185,7 @@ def examine(path: Place, tensors: Sequence[Placed], *, finite: bool) -> None:
                     raise CheckpointError(f"{path} ends early")
                 hashed.update(bytes_of(block))
                 if finite and sound and kind.is_floating_point:
-                    sound = all(map(all_finite, block.view(kind).split(_IN_ONE_THREAD)))
+                    sound = all(map(all_finite, block.view(kind).split(piece)))
             if hashed.hexdigest() != stored.checksum:
                 raise _damaged(path, stored)
             if not sound:
