@@ -7,6 +7,7 @@ What it has done is written to `struck.json`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -16,9 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megapipe.train import job
 from megapipe.train.callbacks import Callback, Run, Step
 from megapipe.train.main import main
-from tests.campaigns.planned import add_fault
+
+PLAN = "MEGAPIPE_CAMPAIGN_PLAN"
 
 
 class Fault(Callback):
@@ -56,7 +59,7 @@ class Fault(Callback):
         (self.folder / "armed").unlink()
 
 
-def callbacks(folder: Path) -> list[Callback]:
+def planned(folder: Path) -> list[Callback]:
     """The fault of the plan in `folder`."""
     plan = json.loads((folder / "plan.json").read_text())
     if not plan:
@@ -66,5 +69,5 @@ def callbacks(folder: Path) -> list[Callback]:
 
 
 if __name__ == "__main__":
-    add_fault()
+    job.start = functools.partial(job.start, callbacks=planned(Path(os.environ[PLAN])))
     sys.exit(main(sys.argv[1:]))

@@ -12,11 +12,13 @@ from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import STAGING_PREFIX
 from megapipe.errors import CheckpointError
 from megapipe.observe.samples import check, read_samples
-from tests.campaigns.planned import PLAN
+from tests.campaigns.rank import PLAN
 from tests.parity.jobs import Job, Outcome, arguments, tiny
+from tests.parity.launch_with import launched_with
 from tests.parity.launches import run_forked
 from tests.parity.stopped_runs import assert_same_files
 
+FAULT = Path(__file__).with_name("planned.py")
 LIMIT_S = 900.0
 """A job that takes longer hangs: eight processes may share two cores with others."""
 
@@ -82,7 +84,7 @@ def launched(
     job: Job, ranks: int, environ: Mapping[str, str], *args: str, restarts: int = 3
 ) -> None:
     """Start ranks of a run by a launcher that starts them again."""
-    launch = ["tests/campaigns/launch.py", "--nproc", str(ranks), "--restarts", str(restarts)]
+    launch = launched_with(FAULT, "--nproc", str(ranks), "--restarts", str(restarts))
     job.start([*launch, "train.py", *args], environ)
 
 

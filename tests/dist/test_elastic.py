@@ -14,25 +14,22 @@ import pytest
 
 from megapipe.launch.endpoints import Endpoint
 from megapipe.observe.samples import check, read_samples
-from tests.parity.jobs import ROOT, Job, Outcome, arguments, free_port, tiny
+from tests.parity.jobs import Job, Outcome, arguments, free_port, tiny
+from tests.parity.launch_with import launched_with
 from tests.parity.launches import run_forked
 from tests.parity.naive_reader import read_global
 
 pytestmark = pytest.mark.full
 
-SCRIPT = """
-import functools, sys, time
-sys.path.insert(0, {root!r})
+SLOW = """
+import time
 from pathlib import Path
-from megapipe.train import job
 from megapipe.train.callbacks import Callback
-from megapipe.train.main import main
 class Slow(Callback):
     def before_step(self, run, step):
         if not Path({folder!r}, "go on").exists():
             time.sleep(0.3 if step.number < 20 else 3.0)
-job.start = functools.partial(job.start, callbacks=[Slow()])
-sys.exit(main(sys.argv[1:]))
+callbacks = [Slow()]
 """
 STEPS = 100
 
@@ -43,15 +40,15 @@ class Nodes:
     def __init__(self, job: Job, nodes: str, last_call_s: int, **given: str) -> None:
         self.job = job
         self.folder = job.folder
-        script = self.folder / "slow.py"
-        script.write_text(SCRIPT.format(root=str(ROOT), folder=str(self.folder)))
+        slow = self.folder / "slow.py"
+        slow.write_text(SLOW.format(folder=str(self.folder)))
         wanted = {"train.steps": str(STEPS), "checkpoint.every": "10", "log.samples": "true"}
         wanted |= {"model.dtype": "fp64", "checkpoint.keep": "99", "train.global_batch": "6"}
         self.settings = arguments({**tiny(self.folder), **wanted, **given})
         self.endpoint = Endpoint("localhost", free_port())
-        launch = ["-m", "megapipe.launch", "--nproc", "1", "--nnodes", nodes, "--rdzv-id", "a"]
+        launch = launched_with(slow, "--nproc", "1", "--nnodes", nodes, "--rdzv-id", "a")
         launch += ["--rdzv-endpoint", str(self.endpoint), "--rdzv-last-call", str(last_call_s)]
-        self.command = [*launch, str(script), *self.settings]
+        self.command = [*launch, "train.py", *self.settings]
 
     def start(self) -> subprocess.Popen[bytes]:
         return self.job.start(self.command)

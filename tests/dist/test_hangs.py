@@ -58,7 +58,6 @@ def test_the_culprit(tmp_path: Path, fault: Fault, evidence: str) -> None:
         assert any("gloo" in entry["profiling_name"] for entry in flight["entries"])
 
 
-@pytest.mark.slow
 def test_a_launcher_starts_the_job_again(tmp_path: Path) -> None:
     fault = Fault(0, "stop", step=5, action=2)
     ends = {"train.steps": "6", "optimizer.schedule": "cosine", "parallel.pp": "2"}

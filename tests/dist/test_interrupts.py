@@ -331,7 +331,7 @@ def test_a_scheduler_stops_our_launcher_before_it_has_ranks(tmp_path: Path) -> N
         job.end().assert_one_line(75, "stopped by SIGTERM before the ranks had begun")
 
 
-@in_parts("number", [signal.SIGUSR1, signal.SIGKILL], full=[signal.SIGKILL], ids=str)
+@in_parts("number", [signal.SIGUSR1, signal.SIGKILL], full=[signal.SIGUSR1], ids=str)
 def test_ranks_end_without_the_torchrun_that_has_started_them(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -8,18 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.parity.jobs import ROOT, Job, Outcome, arguments, free_port, tiny
+from tests.parity.launch_with import launched_with
 from tests.parity.launches import run_forked
 from tests.parity.stopped_runs import assert_same_files
 
 pytestmark = pytest.mark.full
 
-SCRIPT = """
-import functools, os, signal, sys
-sys.path.insert(0, {root!r})
+FAULT = """
+import os, signal, sys
 from pathlib import Path
-from megapipe.train import job
 from megapipe.train.callbacks import Callback
-from megapipe.train.main import main
 class Fault(Callback):
     def before_step(self, run, step):
         mark = Path({folder!r}, f"fault-{{step.number}}")
@@ -27,8 +25,7 @@ class Fault(Callback):
             left = int(mark.read_text()) - 1
             mark.write_text(str(left)) if left else mark.unlink()
             {action}
-job.start = functools.partial(job.start, callbacks=[Fault()])
-sys.exit(main(sys.argv[1:]))
+callbacks = [Fault()]
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 WANTED = {"parallel.pp": "2", "model.dropout": "0.1", "checkpoint.every": "2", "train.steps": "8"}
@@ -42,15 +39,19 @@ def run(
     folder: Path, faults: dict[int, int], *options: str, action: str = KILL, **given: str
 ) -> Outcome:
     """Two ranks; at each of these steps the second has a fault, so many times."""
-    script = folder / "faulty.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), folder=str(folder), action=action))
+    launch = launched_with(faulty(folder, faults, action), "--nproc", "2", *options)
+    with Job(folder, 120) as job:
+        job.start([*launch, "train.py", *settings(folder, **given)])
+        return job.end()
+
+
+def faulty(folder: Path, faults: dict[int, int], action: str = KILL) -> Path:
+    """The callbacks of ranks of which the second has a fault at these steps, so many times."""
     for step, times in faults.items():
         (folder / f"fault-{step}").write_text(str(times))
-    command = ["-m", "megapipe.launch", "--nproc", "2", *options, str(script)]
-    command += settings(folder, **given)
-    with Job(folder, 120) as job:
-        job.start(command)
-        return job.end()
+    path = folder / "faulty.py"
+    path.write_text(FAULT.format(folder=str(folder), action=action))
+    return path
 
 
 def test_two_kills_and_an_exception_change_no_bit(tmp_path: Path) -> None:
@@ -154,16 +155,12 @@ def test_what_is_not_started_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_nodes_start_again_together(tmp_path: Path) -> None:
     """Whichever of them has lost a rank."""
-    script = tmp_path / "faulty.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), folder=str(tmp_path), action=KILL))
-    for step in (4, 7):
-        (tmp_path / f"fault-{step}").write_text("1")
-    nodes = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", "1", "--rdzv-id", "a"]
     port = free_port()
-    nodes += ["--rdzv-endpoint", f"localhost:{port}", "--restarts", "1"]
+    nodes = launched_with(faulty(tmp_path, {4: 1, 7: 1}), "--nnodes", "2", "--nproc", "1")
+    nodes += ["--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{port}", "--restarts", "1"]
     with Job(tmp_path, 120) as job:
         for number in range(2):
-            job.start([*nodes, str(script), *settings(tmp_path)])
+            job.start([*nodes, "train.py", *settings(tmp_path)])
             if number == 0:
                 job.await_store(port)
         outcome = job.end()

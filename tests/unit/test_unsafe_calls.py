@@ -12,15 +12,20 @@ import pytest
 import megapipe
 
 PACKAGE = Path(megapipe.__file__).parent
-FILES = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "scripts").rglob("*.py")]
+ROOT = PACKAGE.parent
+FILES = [*PACKAGE.rglob("*.py"), *(ROOT / "scripts").rglob("*.py"), ROOT / "train.py"]
 
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CALLS = {"eval", "exec", "execfile", "__import__"}
 METHODS = {
-    *("os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load"),
+    *("os.system", "os.popen", "builtins.eval", "builtins.exec"),
+    *(f"yaml.{how}{which}" for how in ("", "unsafe_", "full_") for which in ("load", "load_all")),
     *("subprocess.getoutput", "torch.load", "torch.save", "numpy.fromregex"),
 }
-OBJECTS = {"gather_object", "all_gather_object", "broadcast_object_list", "scatter_object_list"}
+OBJECTS = {
+    *("gather_object", "all_gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
 """Collectives that pickle, of whichever module."""
 KEYWORDS = {"shell", "allow_pickle", "trust_remote_code", "weights_only"}
 SAFE = {"weights_only": True}
@@ -67,6 +72,8 @@ def findings(tree: ast.AST) -> Iterator[str]:
             if node.module is not None and node.module.split(".")[0] in MODULES:
                 yield f"import {node.module}"
             yield from (f"import {a.name}" for a in node.names if a.name in OBJECTS)
+            whole = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (f"import {name}" for name in whole if name in METHODS)
         elif isinstance(node, ast.Call):
             yield from of_call(node)
 
@@ -115,7 +122,12 @@ def test_no_call_turns_data_into_code() -> None:
         ("from pickle import loads", "import pickle"),
         ("from torch.distributed import gather_object", "import gather_object"),
         ("dist.gather_object(1)", "dist.gather_object"),
+        ("from os import system", "import os.system"),
+        ("from yaml import load as read", "import yaml.load"),
+        ("yaml.full_load_all(text)", "yaml.full_load_all"),
+        ("dist.recv_object_list(x)", "dist.recv_object_list"),
         ("eval('1')", "eval"),
+        ("builtins.eval('1')", "builtins.eval"),
         ("torch.load(path)", "torch.load"),
         ("torch.load(path, weights_only=False)", "torch.load"),
         ("yaml.load(text, Loader=Loader)", "yaml.load"),

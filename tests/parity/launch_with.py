@@ -1,0 +1,38 @@
+"""A launcher whose ranks run train.py with callbacks, as forks, as those of users' jobs are:
+``python tests/parity/launch_with.py FILE --nproc 2 train.py ...``.
+
+FILE is a Python file that gives `callbacks` a list. Each rank runs it, when it has torch.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megapipe.launch.launcher import main
+from megapipe.train import job
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launched_with(file: Path, *arguments: str) -> list[str]:
+    """Arguments of Python that start the launcher of train.py with the callbacks of a file."""
+    return [str(Path(__file__).relative_to(ROOT)), str(file), *arguments]
+
+
+def _add_callbacks(file: str) -> None:
+    start = job.start
+
+    def start_with(*args: Any, **given: Any) -> int:
+        return start(*args, callbacks=runpy.run_path(file)["callbacks"], **given)
+
+    job.start = start_with
+
+
+if __name__ == "__main__":
+    _add_callbacks(sys.argv[1])
+    sys.exit(main(sys.argv[2:]))
