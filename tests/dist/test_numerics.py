@@ -167,21 +167,34 @@ def test_bf16_is_as_close_to_fp32_as_a_single_process(case: Case) -> None:
 
 def initial_weights(world: World, case: Case) -> list[Any]:
     config, layout = configure(case)
-    step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
-    return list(local_copies(step))
+    return list(local_copies(TrainStep(config, layout, world.mesh(case.grid))))
+
+
+def whole_weights(case: Case, *layouts: Case) -> dict[str, np.ndarray]:
+    """The initial weights of one process, of which each rank of these layouts has its part."""
+    (alone,) = run_world(1, initial_weights, case)
+    full = {name: values for name, _, values in alone}
+    for layout in layouts:
+        for copies in run_world(layout.world, initial_weights, layout):
+            for name, region, values in copies:
+                assert np.array_equal(values, full[name][region.inside(whole(full[name].shape))])
+    return full
 
 
 def test_initial_weights_do_not_depend_on_the_layout() -> None:
     case = Case(model="llama", tied=False, vocab=300, dtype="fp32")
-    (alone,) = run_world(1, initial_weights, case)
-    full = {name: values for name, _, values in alone}
-    for layout in (replace(case, dp=2, tp=4), replace(case, pp=4, tp=2)):
-        for copies in run_world(8, initial_weights, layout):
-            for name, region, values in copies:
-                assert np.array_equal(values, full[name][region.inside(whole(full[name].shape))])
+    full = whole_weights(case, replace(case, dp=2, tp=4), replace(case, pp=4, tp=2))
     weight = full["layers.0.mlp.up.weight"]
     assert abs(weight.std() / 0.02 - 1) < 0.1
     assert abs(weight.mean()) < 2e-3
+
+
+def test_initial_experts_do_not_depend_on_who_has_them() -> None:
+    case = Case(moe="top 2", dtype="fp32")
+    shared = replace(case, dp=2, tp=2, sequence_parallel=True)
+    full = whole_weights(case, replace(shared, ep=4), replace(shared, ep=2, etp=2))
+    weight = full["layers.0.moe.up.weight"]
+    assert len(np.unique(weight)) > 0.99 * weight.size, "experts are drawn each for itself"
 
 
 def test_a_batch_without_unmasked_tokens() -> None:

@@ -112,6 +112,7 @@ def test_flops_are_those_of_the_experts_of_a_token(experts: Any) -> None:
     assert model.forward_flops(model.whole) == scores + 2 * sum(
         size for name, size in met.items() if not name.startswith("embedding")
     )
+    assert model.token_flops() == 3 * model.forward_flops(model.whole), "which MFU is of"
     each = [model.forward_flops(StageSpec(False, range(i, i + 1), False)) for i in range(5)]
     assert each[2] != each[0] == each[1] == each[3]
     assert each[4] - each[2] == 2 * 16 * (model.experts()[4] - 6)

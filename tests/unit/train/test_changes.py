@@ -59,6 +59,16 @@ def test_how_and_where_is_harmless() -> None:
     assert told(*harmless, "train.microbatch=1", "optimizer.zero=3", "train.stop_after=5") == []
 
 
+def test_settings_of_experts_that_change_the_result_are_told() -> None:
+    changed = ["experts.codec=int8", "experts.topology=[8,2]", "model.moe.experts=4"]
+    harmless = ["experts.dispatch=fetch", "experts.chunks=3", "parallel.ep=2"]
+    stored = checkpoint(model__moe__experts=4)
+    found = check(stored, parse([*changed, *harmless]).config, own=True, corpus=None)
+    lines = [str(change) for change in found.told]
+    assert [line.partition(" was ")[0] for line in lines] == ["experts.codec", "experts.topology"]
+    assert lines[0] == "experts.codec was none and is int8"
+
+
 def test_biases_may_move_at_another_rate_and_stay() -> None:
     """But neither come nor go."""
     stored = checkpoint(model__moe__experts=4, model__moe__bias_rate=0.001)
