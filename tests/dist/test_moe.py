@@ -178,11 +178,12 @@ def of_world(world: int, cases: list[Case]) -> list[Case]:
 
 @in_parts(
     ("world", "first", "every"),
-    [(1, 0, 6), (2, 3, 6), (2, 0, 12), (4, 0, 8)],
-    default=[(1, 0, 6), (2, 0, 12)],
+    [(1, 5, 6), (2, 3, 6), (2, 6, 12), (4, 1, 8)],
+    default=[(1, 5, 6), (2, 6, 12)],
     full=1,
 )
 def test_some_cases(world: int, first: int, every: int) -> None:
+    """Among them a batch without an unmasked token, and biases of stages with several holders."""
     check(of_world(world, CASES)[first::every])
 
 
