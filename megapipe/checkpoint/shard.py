@@ -172,7 +172,7 @@ def examine(path: Place, tensors: Sequence[Placed], *, finite: bool) -> None:
     a value that is not finite, or if the file cannot be read or ends early.
     """
     buffer = torch.empty(_IN_CACHE, dtype=torch.uint8)
-    piece = _IN_CACHE if torch.get_num_threads() == 1 else _IN_ONE_THREAD
+    most = _IN_ONE_THREAD if torch.get_num_threads() > 1 else len(buffer)  # values, by one call
     last = tensors[-1]
     with at(path).open(until=last.start + last.slot.nbytes) as file:
         file.seek(tensors[0].start)
@@ -185,7 +185,7 @@ def examine(path: Place, tensors: Sequence[Placed], *, finite: bool) -> None:
                     raise CheckpointError(f"{path} ends early")
                 hashed.update(bytes_of(block))
                 if finite and sound and kind.is_floating_point:
-                    sound = all(map(all_finite, block.view(kind).split(piece)))
+                    sound = all(map(all_finite, block.view(kind).split(most)))
             if hashed.hexdigest() != stored.checksum:
                 raise _damaged(path, stored)
             if not sound:
