@@ -1,11 +1,17 @@
 """The surroundings of processes that tests start: signals as a terminal gives them, and torch's C++
-as quiet as `train.py` has it, before which it is loaded here (:mod:`tests.parity.launches`)."""
+as quiet as `train.py` has it, before which it is loaded here (:mod:`tests.parity.launches`). And no
+drawn example fails because the machine is busy."""
 
 import os
 import signal
+
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # a shell that starts a job in the background has it ignore Ctrl-C, which children inherit
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")

@@ -19,6 +19,7 @@ LEAVE_S = 5.0
 """Seconds after the time-out within which all have ended, launchers included."""
 EARLY_S = 0.5
 """How long before the fault others may have begun to wait for that rank."""
+SECRET = "canary-of-a-secret"
 LATE_S = 1.0
 """Seconds after the time-out within which a monitor notices."""
 
@@ -42,7 +43,10 @@ def assert_noticed_in_time(hang: Hang) -> None:
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_the_culprit(tmp_path: Path, fault: Fault, evidence: str) -> None:
+def test_the_culprit(
+    tmp_path: Path, fault: Fault, evidence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
     hang = run_hanging(tmp_path, 4, fault, **{"parallel.pp": "2", "parallel.tp": "2"})
     hang.outcome.assert_one_line(4, f"the job hangs: rank {fault.rank} (pp ", evidence)
     assert hang.culprit == fault.rank
@@ -53,9 +57,11 @@ def test_the_culprit(tmp_path: Path, fault: Fault, evidence: str) -> None:
     told = {path.name for path in report.iterdir()}
     assert {f"rank-{rank}.{kind}" for rank in range(4) for kind in ("txt", "json")} <= told
     for other in {*range(4)} - {fault.rank}:
-        assert "hanging.py" in (report / f"rank-{other}.txt").read_text(), "the main thread's"
+        assert "trainer.py" in (report / f"rank-{other}.txt").read_text(), "the main thread's"
         flight = json.loads((report / f"rank-{other}.flight.json").read_text())
         assert any("gloo" in entry["profiling_name"] for entry in flight["entries"])
+    assert SECRET not in hang.outcome.text
+    assert not [path for path in report.iterdir() if SECRET.encode() in path.read_bytes()]
 
 
 def test_a_launcher_starts_the_job_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -321,6 +322,22 @@ def test_a_scheduler_stops_a_job_that_is_set_up(place: str, tmp_path: Path) -> N
         job.await_text("it stays")
         job.processes[1].send_signal(signal.SIGTERM)
         job.end().assert_one_line(75, "stopped by SIGTERM before the first step")
+
+
+def test_a_scheduler_stops_a_rank_that_tokenizes_with_others(tmp_path: Path) -> None:
+    """With processes of its own, which end with it; what is done is kept for the next start."""
+    given = {**tiny(tmp_path), "train.stop_after": "1", "data.workers": "2"}
+    texts = tmp_path / "long.jsonl"
+    row = json.dumps({"text": (tmp_path / "corpus.txt").read_text()}) + "\n"
+    texts.write_text(row * 6000)
+    with Job(tmp_path) as job:
+        job.start(["train.py", *arguments(given | {"data.source": str(texts)})])
+        while len([*job.alive()]) < 3:
+            assert job.processes[0].poll() is None, job.text
+            time.sleep(0.02)
+        job.processes[0].send_signal(signal.SIGTERM)
+        job.end().assert_one_line(75, "stopped by SIGTERM before the first step")
+    assert not (tmp_path / "runs/run/checkpoints").exists()
 
 
 def test_a_scheduler_stops_our_launcher_before_it_has_ranks(tmp_path: Path) -> None:

@@ -14,25 +14,22 @@ import pytest
 from megapipe.checkpoint.folders import committed
 from megapipe.launch.memory_folder import ENVIRONMENT, OWNER, PREFIX
 from megapipe.launch.memory_folder import ROOT as MEMORY_ROOT
-from tests.parity.jobs import ENDLESS, ROOT, Job, Outcome, arguments, free_port, tiny
+from tests.parity.jobs import ENDLESS, Job, Outcome, arguments, free_port, tiny
+from tests.parity.launch_with import launched_with
 from tests.parity.launches import run_forked
 from tests.parity.stopped_runs import assert_same_files
 
 pytestmark = pytest.mark.full
 
-SCRIPT = """
-import functools, os, shutil, signal, sys
+FAULTS = """
+import os, shutil, signal
 from pathlib import Path
-from subprocess import Popen
-sys.path.insert(0, {root!r})
 here = Path({folder!r})
 lost = here / ("lost-" + os.environ.get("TEST_NODE", ""))
 if lost.exists() and os.environ["LOCAL_RANK"] == "0":
     lost.unlink()
     shutil.rmtree(os.environ["{memory}"])
-from megapipe.train import job
 from megapipe.train.callbacks import Callback
-from megapipe.train.main import main
 class Fault(Callback):
     def before_step(self, run, step):
         mark = here / f"kill-{{step.number}}-{{run.mesh.rank}}"
@@ -41,8 +38,7 @@ class Fault(Callback):
             for path in here.glob("lose-*"):
                 path.rename(here / path.name.replace("lose", "lost"))
             os.kill(os.getpid(), signal.SIGKILL)
-job.start = functools.partial(job.start, callbacks=[Fault()])
-sys.exit(main(sys.argv[1:]))
+callbacks = [Fault()]
 """
 MEMORY = {"checkpoint.memory_every": "2", "checkpoint.every": "0", "checkpoint.every_minutes": "0"}
 WANTED = {**MEMORY, "train.steps": "9", "train.global_batch": "6", "model.dropout": "0.1"}
@@ -53,13 +49,13 @@ LAYOUTS = {
 }
 
 
-def script(folder: Path, kills: Mapping[int, int]) -> str:
-    """A program in which these ranks are killed before these steps, each once."""
-    path = folder / "faulty.py"
-    path.write_text(SCRIPT.format(root=str(ROOT), folder=str(folder), memory=ENVIRONMENT))
+def faults(folder: Path, kills: Mapping[int, int]) -> Path:
+    """Callbacks by which these ranks are killed before these steps, each once."""
+    path = folder / "faults.py"
+    path.write_text(FAULTS.format(folder=str(folder), memory=ENVIRONMENT))
     for step, rank in kills.items():
         (folder / f"kill-{step}-{rank}").touch()
-    return str(path)
+    return path
 
 
 def losses(folder: Path, name: str) -> dict[int, float]:
@@ -98,9 +94,9 @@ def test_a_kill_costs_no_more_steps_than_lie_between_copies(layout: str, tmp_pat
     world, given = LAYOUTS[layout]
     settings = {**tiny(tmp_path), **WANTED, **given}
     kills = {4: world - 1, 7: 0}
-    launch = ["-m", "megapipe.launch", "--nproc", str(world), "--restarts", "1"]
+    launch = ["--nproc", str(world), "--restarts", "1", "train.py", *arguments(settings)]
     with Job(tmp_path, 120) as job:
-        job.start([*launch, script(tmp_path, kills), *arguments(settings)])
+        job.start(launched_with(faults(tmp_path, kills), *launch))
         outcome = job.end()
     assert outcome.codes == [0], outcome.text
     assert resumed(outcome) == [2, 6]
@@ -111,10 +107,10 @@ def test_a_kill_costs_no_more_steps_than_lie_between_copies(layout: str, tmp_pat
 def test_a_node_loses_its_memory_between_starts(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **WANTED, "parallel.dp": "2"}
     (tmp_path / "lose-node1").touch()
-    nodes = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", "1", "--rdzv-id", "a"]
     port = free_port()
-    nodes += ["--rdzv-endpoint", f"localhost:{port}", "--restarts", "1"]
-    command = [*nodes, script(tmp_path, {6: 1}), *arguments(settings)]
+    nodes = ["--nnodes", "2", "--nproc", "1", "--rdzv-id", "a", "--restarts", "1"]
+    nodes += ["--rdzv-endpoint", f"localhost:{port}", "train.py", *arguments(settings)]
+    command = launched_with(faults(tmp_path, {6: 1}), *nodes)
     with Job(tmp_path, 120) as job:
         for number in range(2):
             job.start(command, {"TEST_NODE": f"node{number}"})

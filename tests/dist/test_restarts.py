@@ -69,6 +69,24 @@ def test_two_kills_and_an_exception_change_no_bit(tmp_path: Path) -> None:
         assert_same_files(*(folder / f"step-{step:08d}" for folder in folders))
 
 
+def test_a_second_job_leaves_the_first_one_alone(tmp_path: Path) -> None:
+    """It is told, and is not started again until the first has ended."""
+    endless = {"train.steps": "1000000", "optimizer.schedule": "constant", "checkpoint.every": "0"}
+    given = settings(tmp_path, **endless)
+    launch = ["-m", "megapipe.launch", "--nproc", "2", "--restarts", "3", "train.py", *given]
+    with Job(tmp_path) as first:
+        launcher = first.start(launch)
+        first.await_text("| loss")
+        (tmp_path / "second").mkdir()
+        with Job(tmp_path / "second") as second:
+            second.start(launch)
+            second.end().assert_one_line(4, "runs/run is in use by process ", "end that job first")
+        launcher.send_signal(signal.SIGTERM)
+        outcome = first.end()
+    outcome.assert_one_line(75, "stopped by a signal; saved step ")
+    assert "starting again" not in outcome.text
+
+
 @pytest.mark.slow
 def test_two_faults_at_a_step_go_back_to_an_older_checkpoint(tmp_path: Path) -> None:
     """Where they were chance that costs time, and no bit."""

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.jobs import ENDLESS, ROOT, Job, arguments, tiny
+from tests.parity.jobs import ENDLESS, Job, arguments, tiny
+from tests.parity.launch_with import launched_with
 from tests.parity.marks import in_parts
 from tests.parity.sockets import EVERYWHERE, listening
 
@@ -26,13 +27,11 @@ LEAVE_S = 5.0
 """How long after ``parallel.timeout_s`` all have ended, launchers included."""
 NAMES = [f"megapipe{os.getpid()}{side}" for side in "ab"]
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
-SCRIPT = """
-import os, sys
-sys.path.insert(0, {root!r})
+NAMED = """
+import os
 from megapipe.watch import rank
-from megapipe.train.main import main
 rank.machine = lambda: os.environ["TEST_NODE"]
-sys.exit(main(sys.argv[1:]))
+callbacks = []
 """
 
 
@@ -80,11 +79,11 @@ def launch(
     job: Job, host: str, nodes: str, *given: str, meet_at: Sequence[str] = ADDRESSES
 ) -> subprocess.Popen[bytes]:
     """A launcher of one rank on a host."""
-    script = job.folder / "train.py"
-    script.write_text(SCRIPT.format(root=str(ROOT)))
+    named = job.folder / "named.py"
+    named.write_text(NAMED)
     where = ",".join(f"{address}:29400" for address in meet_at)
-    command = ["-m", "megapipe.launch", "--nproc", "1", "--nnodes", nodes, "--rdzv-id", "a"]
-    command += ["--rdzv-endpoint", where, "--rdzv-last-call", "3", str(script), *given]
+    meet = ["--nproc", "1", "--nnodes", nodes, "--rdzv-id", "a", "--rdzv-last-call", "3"]
+    command = launched_with(named, *meet, "--rdzv-endpoint", where, "train.py", *given)
     environ = {"GLOO_SOCKET_IFNAME": "wire", "TEST_NODE": host}
     return job.start(command, environ, preexec_fn=functools.partial(enter, host))
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.parity.jobs import ENDLESS, ROOT, Job, Outcome, arguments, free_port, tiny
+from tests.parity.launch_with import launched_with
 
 TIMEOUT_S = 6
 SCRIPT = """
@@ -17,9 +18,7 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from megapipe.engine import channels
 from megapipe.engine.executor import Executor
-from megapipe.train import job
 from megapipe.train.callbacks import Callback
-from megapipe.train.main import main
 from megapipe.watch.journal import STEP
 
 if "TEST_NODE" in os.environ:
@@ -89,8 +88,12 @@ class Hook(Callback):
     def before_save(self, run, step):
         self.at("before_save", step)
 
-job.start = functools.partial(job.start, callbacks=[Hook()])
-sys.exit(main(sys.argv[1:]))
+callbacks = [Hook()]
+if __name__ == "__main__":
+    from megapipe.train import job
+    from megapipe.train.main import main
+    job.start = functools.partial(job.start, callbacks=callbacks)
+    sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -123,7 +126,7 @@ class Hang:
 
 
 def write_script(folder: Path, fault: Fault) -> Path:
-    """A training script with a fault that comes once."""
+    """Callbacks of which one brings a fault, once; run as a script it trains with them."""
     mark = folder / "fault"
     mark.touch()
     script = folder / "hanging.py"
@@ -141,15 +144,13 @@ def run_hanging(
     script = write_script(folder, fault)
     given = {**tiny(folder), **ENDLESS, "parallel.timeout_s": str(TIMEOUT_S)}
     given |= {"train.validate_every": "3", "checkpoint.every": "3", **settings}
-    launch = ["-m", "megapipe.launch", "--nproc", str(world), *options]
-    command = [*launch, str(script), *arguments(given)]
-    several = ["--nnodes", str(nodes), "--rdzv-id", "a"]
     port = free_port()
-    several += ["--rdzv-endpoint", f"localhost:{port}"]
+    meet = ["--nnodes", str(nodes), "--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{port}"]
+    launch = ["--nproc", str(world), *(meet if nodes > 1 else []), *options, "train.py"]
+    command = launched_with(script, *launch, *arguments(given))
     with Job(folder) as job:
         for node in range(nodes):
-            at = [*command[:2], *several, *command[2:]] if nodes > 1 else command
-            job.start(at, {"TEST_NODE": f"node{node}"})
+            job.start(command, {"TEST_NODE": f"node{node}"})
             if node == 0 and nodes > 1:
                 job.await_store(port)
         outcome = job.end()

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe import cli, errors
@@ -264,7 +264,6 @@ def test_flatten() -> None:
 
 
 @pytest.mark.full
-@settings(deadline=None)
 @given(
     folder=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
     lr=st.floats(1e-30, 1e30),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.left_out import LeftOut
@@ -21,7 +21,6 @@ def taken(ranges: list[tuple[int, int]], count: int) -> list[int]:
     return list(itertools.islice(left, count))
 
 
-@settings(deadline=None)
 @given(RANGES, st.integers(0, 60), st.integers(0, 20))
 def test_the_numbers_that_are_left(ranges: list[tuple[int, int]], start: int, count: int) -> None:
     left_out = LeftOut.of(ranges)
@@ -31,7 +30,6 @@ def test_the_numbers_that_are_left(ranges: list[tuple[int, int]], start: int, co
     assert all(b < c for (_, b), (c, _) in itertools.pairwise(left_out.ranges))
 
 
-@settings(deadline=None)
 @given(RANGES, st.integers(0, 60))
 def test_what_is_left_out_from_a_number_on(ranges: list[tuple[int, int]], number: int) -> None:
     late = LeftOut.of(ranges).since(number)
@@ -39,7 +37,6 @@ def test_what_is_left_out_from_a_number_on(ranges: list[tuple[int, int]], number
     assert gone == {n for a, b in ranges for n in range(a, b) if n >= number}
 
 
-@settings(deadline=None)
 @given(RANGES, st.integers(0, 60))
 def test_parts_of_what_is_taken(ranges: list[tuple[int, int]], count: int) -> None:
     """Of three parts by turns."""

@@ -1,7 +1,7 @@
 """The YAML subset: the pitfalls of YAML 1.1, and everything that is refused."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.strict_yaml import Entry, YamlError, dump, parse_mapping, parse_value, text_of
@@ -119,7 +119,6 @@ SCALARS = st.one_of(
 
 
 @pytest.mark.full
-@settings(deadline=None)
 @given(st.one_of(SCALARS, st.lists(SCALARS, max_size=3)))
 def test_dump_reads_back(value: object) -> None:
     document = dump({"a": {"b": value, "c": 1}})  # type: ignore[dict-item]

@@ -25,7 +25,7 @@ def members(region):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_flat_regions_rebuild_the_range(data):
     shape = data.draw(SHAPES)
     tensor = torch.arange(int(torch.tensor(shape).prod())).reshape(shape)
@@ -76,7 +76,7 @@ def test_flat_regions_refuse_a_range_outside(start, stop):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_intersect_is_the_common_elements(data):
     shape = data.draw(SHAPES)
     a, b = data.draw(regions_in(shape)), data.draw(regions_in(shape))
@@ -94,7 +94,7 @@ def reference_miscovered(shape, regions):
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_miscovered_agrees_with_counting(data):
     """Any regions at all: mostly wrong tilings, some of them by an overlap as big as a hole."""
     shape = data.draw(SHAPES)
@@ -121,7 +121,7 @@ def tilings(draw, region):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_tilings_are_proved_and_their_mutants_refused(data):
     shape = data.draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
     regions = data.draw(st.permutations(data.draw(tilings(whole(shape)))))

@@ -299,6 +299,18 @@ def test_a_bug_in_one_rank_keeps_its_exception_and_stops_the_others(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
+    previous = save_alone(tmp_path, 1)
+
+    def work(group):
+        pieces = flat_cut(tensors(), group.rank, 2)
+        return save(tmp_path, step=2, pieces=pieces, meta=META, group=group, nbytes=10**18)
+
+    for result in run_world(2, work):
+        assert re.search(r"rank 0: .* GB free, 1e\+09 GB are to be written", one_line(result))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", previous.name]
+
+
 def test_a_folder_that_is_not_shared_is_named(tmp_path):
     def work(group):
         root = tmp_path / f"node{group.rank}"

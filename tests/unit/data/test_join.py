@@ -49,7 +49,7 @@ def read(prefix: Path) -> tuple[str, Documents]:
 DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=4), max_size=3), max_size=6)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4), st.integers(1, 5), st.data())
 def test_the_chosen_documents_of_all_files(
     tmp_path_factory: pytest.TempPathFactory, files: list[Documents], size: int, data: st.DataObject

@@ -30,7 +30,7 @@ def of(weights: list[float], most: list[int | None] | None = None) -> Mixture:
     return Mixture(recipe, NAMES[: len(weights)])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(WEIGHTS, st.integers(1, 700))
 def test_every_prefix_is_close_to_the_mixture(weights: list[float], samples: int) -> None:
     mixture, total = of(weights), sum(weights)
@@ -43,7 +43,7 @@ def test_every_prefix_is_close_to_the_mixture(weights: list[float], samples: int
         assert weight or not numbers
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(WEIGHTS)
 def test_shares_of_a_period_are_whole_and_near(weights: list[float]) -> None:
     counts = of(weights).taken(module.PERIOD)
@@ -66,7 +66,7 @@ def test_periods_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [mixture(10 + sample).source for sample in range(10)] == order
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(0.01, 10), st.none() | st.integers(1, 60)), min_size=2, max_size=4)
 )

@@ -93,7 +93,7 @@ def test_packed_files_cut_short_or_of_another_kind(tmp_path: Path, suffix: str, 
         assert "\n" not in str(info.value)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.text(max_size=30), max_size=12), st.integers(1, 200), st.booleans())
 def test_lines_belong_to_one_part_each(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int, ends: bool
@@ -190,7 +190,6 @@ def test_a_folder_with_splits(tmp_path: Path) -> None:
     assert all_texts(config(tmp_path / "saved", dataset_split="dev", cache=cache)) == TEXTS
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.dictionaries(st.sampled_from("ab"), st.text(max_size=9)), max_size=5),
     st.sampled_from([None, 0, 2]),
@@ -234,7 +233,6 @@ def test_an_error_in_json_is_told_without_reading_on() -> None:
         list(json_rows._values(endless()))
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("ab \n\t"), max_size=200), st.integers(4, 40), st.integers(1, 50))
 def test_pieces_of_a_long_document(text: str, longest: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -103,7 +103,7 @@ def made_by(job: Job, rank: int) -> list[Made]:
         return groups_made(job.grid.world)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(jobs())
 def test_every_group_is_made(job: Job) -> None:
     check_all_are_made([made_by(job, rank) for rank in range(job.grid.world)])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megapipe.evaluate.windows import windows
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 40), st.integers(1, 9), st.data())
 def test_each_token_is_scored_once_given_the_most_there_is(
     length: int, context: int, data: st.DataObject

@@ -50,7 +50,7 @@ CHARACTERS = "ab é€😀"
 TEXT = st.text(st.sampled_from(CHARACTERS), max_size=12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.text(st.sampled_from(CHARACTERS + "\ufffd"), max_size=12))
 def test_characters_are_handed_on_whole_and_at_once(text: str) -> None:
     parts = streamed(BYTES, [int(i) for i in BYTES.encode(text)])
@@ -59,7 +59,7 @@ def test_characters_are_handed_on_whole_and_at_once(text: str) -> None:
         assert [part for part in parts if part] == list(text)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 255), max_size=30))
 def test_bytes_that_are_no_text_are_not_lost(ids: list[int]) -> None:
     parts = streamed(BYTES, ids)
@@ -69,7 +69,7 @@ def test_bytes_that_are_no_text_are_not_lost(ids: list[int]) -> None:
         assert len(BYTES.decode(ids[: seen + 1])) - len(certain) <= 3
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(TEXT, st.integers(0, 3))
 def test_a_leading_space_belongs_to_the_first_word_alone(text: str, spaces: int) -> None:
     ids = []
@@ -86,7 +86,7 @@ def test_a_byte_that_is_no_character_takes_nothing_with_it() -> None:
     assert "".join(streamed(SENTENCEPIECE, ids)) == "aé\ufffdb"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.text(st.sampled_from("ab"), max_size=14),
     st.lists(st.text(st.sampled_from("ab"), min_size=1, max_size=4), max_size=3),

@@ -52,7 +52,7 @@ def draw(
 WHOLE = draw((0, 0), SHAPE)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_a_box_is_a_part_of_the_whole(data: st.DataObject) -> None:
     starts = [data.draw(st.integers(0, n - 1)) for n in SHAPE]

@@ -83,7 +83,6 @@ def test_times_of_slices_written_out() -> None:
     assert sum(time.shares((3, 4, 1))) > 1
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 400), st.integers(1, 12), st.data())
 def test_balanced_to_within_a_token(
     width: int, length: int, count: int, data: st.DataObject
@@ -139,7 +138,7 @@ def test_balanced_slices_give_the_bubble_that_uniform_ones_do_not() -> None:
     assert idle[1] > 2 * ideal
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 7),
     st.integers(1, 5),

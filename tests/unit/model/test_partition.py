@@ -114,7 +114,7 @@ def placements() -> Iterator[Placement]:
     yield from (replicated(counts) for counts in ([2, 1], [1, 2], [2, 1, 1], [2, 2]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     layers=st.integers(1, 9),
     placement=st.sampled_from(list(placements())),

@@ -267,7 +267,7 @@ def test_registered_schedules(name: str) -> None:
         check(schedule, i % 3, in_runs=i % 2 == 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules(), st.integers(0, 5), st.booleans())
 def test_any_schedule(schedule: Schedule, prefetch: int, in_runs: bool) -> None:
     check(schedule, prefetch, in_runs=in_runs)

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
@@ -11,7 +11,6 @@ from megapipe.schedule.ir import JOINED, Kind, Op, Schedule, pack, packed, span,
 from megapipe.schedule.placement import loop, mirrored
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(Kind),
     st.integers(0, 2**16 - 1),

@@ -137,7 +137,7 @@ def test_recomputation_sends_nothing():
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(schedules())
 def test_some_ranks_alone_are_as_among_all(schedule):
     programs = lower(schedule)
@@ -173,7 +173,7 @@ def test_small_registered_schedules(name):
         check(schedule, seed)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(schedules(), st.integers(0, 4), st.integers(0, 2**32))
 def test_whatever_the_validator_accepts_runs(schedule, changes, seed):
     rng = random.Random(seed)
@@ -188,7 +188,6 @@ def test_what_is_not_valid_is_not_lowered():
         lower(of("0F0 0B0/1B0 1F0"))
 
 
-@settings(deadline=None)
 @given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda p: p[0] != p[1])))
 def test_rounds_hold_each_pair_once_and_each_rank_once_per_round(pairs):
     rounds = channel_rounds(pairs)

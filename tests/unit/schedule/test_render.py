@@ -110,7 +110,7 @@ def test_a_long_text_is_cut_in_the_middle(width):
     assert "... left out" in drawing[8]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules())
 def test_text_shows_every_operation_in_order(schedule):
     rows = text(schedule, width=10**6).splitlines()

@@ -87,7 +87,7 @@ def test_registered_schedules(name: str) -> None:
         check(schedule)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules())
 def test_any_schedule(schedule: Schedule) -> None:
     check(schedule)

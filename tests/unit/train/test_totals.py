@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.distributed.mesh import sum_in_pairs
@@ -77,7 +77,6 @@ def test_squares_whose_sum_overflows_are_not_finite() -> None:
     assert not Totals((1e308, 1e308, 0.0), 0.0, 1).finite
 
 
-@settings(deadline=None)
 @given(st.data(), COUNTS, COUNTS)
 def test_what_a_part_of_the_ranks_forbids_the_whole_does(
     data: st.DataObject, ranks: int, buckets: int

@@ -22,7 +22,7 @@ def rooms_left(lengths: list[int], room: int) -> list[int]:
     return sorted(left)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(1, 40), st.data())
 def test_leaves_the_room_that_one_at_a_time_leaves(room: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, room), min_size=1, max_size=60))

@@ -97,13 +97,13 @@ def test_small_schedules(name):
         check(schedule)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(registered(max_ranks=10, max_microbatches=24))
 def test_any_size(schedule):
     check(schedule)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(references())
 def test_gpipe_and_forward_only_on_any_placement(schedule):
     report = check(schedule)
@@ -132,7 +132,6 @@ def test_aliases():
         assert validate(schedule).bitwise_order
 
 
-@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 20))
 def test_peaks_are_those_of_the_papers(ranks, microbatches):
     def peak(name):

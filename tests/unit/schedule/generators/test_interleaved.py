@@ -1,7 +1,7 @@
 """Interleaved 1F1B: Megatron-LM's table where that is legal, and the rest."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.schedule.generators import build
@@ -44,7 +44,6 @@ def legal_sizes(draw):
     return ranks, draw(st.integers(1, 3)) * group + rest, group
 
 
-@settings(deadline=None)
 @given(legal_sizes(), st.integers(2, 4))
 def test_megatron_tables(sizes, chunks):
     ranks, microbatches, group = sizes
@@ -94,7 +93,6 @@ def test_default_group():
         )
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(2, 4), st.data())
 def test_the_order_of_the_proof(ranks, microbatches, chunks, data):
     """The times that the docstring gives rise along each rank's list and each edge."""

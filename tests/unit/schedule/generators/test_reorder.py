@@ -61,7 +61,6 @@ def starts(schedule):
     }
 
 
-@settings(deadline=None)
 @given(plain())
 def test_compact_makes_no_operation_later_and_no_peak_higher(schedule):
     result = compact(schedule)
@@ -74,7 +73,6 @@ def test_compact_makes_no_operation_later_and_no_peak_higher(schedule):
 
 
 @pytest.mark.full
-@settings(deadline=None)
 @given(st.data())
 def test_refill_is_never_longer_and_moves_weight_gradients_alone(data):
     schedule = data.draw(plain())
@@ -121,7 +119,7 @@ def test_refill_starts_a_weight_gradient_that_ends_too_late_where_that_is_shorte
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 4), st.integers(1, 8), st.booleans())
 def test_attempts_take_the_time_that_the_simulator_gives(data, p, m, eager):
     name = data.draw(st.sampled_from(["zb_h1", "zb_v", "v_half", "grouped_interleaved"]))

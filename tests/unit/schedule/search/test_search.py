@@ -156,7 +156,7 @@ def instances(draw):
 
 
 @pytest.mark.full
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(instances())
 def test_valid_within_the_limit_and_never_worse_than_what_is_registered(drawn):
     ranks, m, name, cost, limit, freed, objective = drawn
@@ -186,7 +186,7 @@ def test_valid_within_the_limit_and_never_worse_than_what_is_registered(drawn):
             assert found.value <= objective_of(schedule, cost, objective)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(instances())
 def test_the_inner_times_are_those_of_the_simulator(drawn):
     ranks, m, name, cost, limit, freed, objective = drawn

@@ -31,7 +31,7 @@ def timed(name, p, m, v=1, **full_rank):
     return simulate(schedule, Cost.full_rank(schedule.placement, **full_rank))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(0, 6), st.integers(1, 4), times, times, times, times)
 def test_breadth_first_hides_all_but_one_chunk(p, more, v, f, b, r, g):
     """A chunk's reduction has the next chunk's backwards to hide behind, and the gather of the
@@ -48,7 +48,7 @@ def test_breadth_first_hides_all_but_one_chunk(p, more, v, f, b, r, g):
     assert type(timeline.makespan) in (int, Fraction)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(2, 4), times, times, times)
 def test_depth_first_has_only_p_backwards_to_hide_behind(p, groups, v, f, b, r):
     m = groups * p
@@ -192,7 +192,7 @@ def test_validation_has_nothing_to_reduce():
 
 
 @pytest.mark.full
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(schedules(), st.data())
 def test_reductions_are_as_early_as_their_lane_allows(schedule, data):
     cost = replace(data.draw(costs(schedule)), buckets=())

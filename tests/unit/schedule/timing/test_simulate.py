@@ -26,7 +26,6 @@ times = st.fractions(min_value=Fraction(1, 7), max_value=5, max_denominator=7)
 sizes = st.integers(1, 7), st.integers(1, 16)
 
 
-@settings(deadline=None)
 @given(*sizes, times, times, times, st.sampled_from(["gpipe", "1f1b"]))
 def test_gpipe_and_1f1b_have_p_minus_1_idle_slots(p, m, f, i, w, name):
     timeline = simulate(build(name, ranks=p, microbatches=m), Cost(f, i, w))
@@ -35,7 +34,6 @@ def test_gpipe_and_1f1b_have_p_minus_1_idle_slots(p, m, f, i, w, name):
     assert timeline.bubble_ideal == Fraction(p - 1, m)
 
 
-@settings(deadline=None)
 @given(*sizes, times, times, times)
 def test_zb_h1(p, m, f, i, w):
     w = min(f, i, w)
@@ -47,7 +45,6 @@ def test_zb_h1(p, m, f, i, w):
         assert equal.makespan == ((m + p - 1) * 2 + 1) * f
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), times, times)
 def test_interleaved_divides_the_bubble_by_the_chunks(p, groups, v, f, b):
     m = groups * p
@@ -58,7 +55,6 @@ def test_interleaved_divides_the_bubble_by_the_chunks(p, groups, v, f, b):
     assert timeline.bubble_makespan == Fraction(p - 1, v * m + p - 1)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 4), times, times)
 def test_breadth_first_divides_the_bubble_by_the_chunks(p, more, v, f, b):
     m = p + more
@@ -83,7 +79,6 @@ def test_forward_only_on_a_v_leaves_no_gap_once_it_runs():
     assert timeline.spans[3] == timeline.busy[3] == 12
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 30))
 def test_forward_only_on_a_loop_is_within_a_few_slots_of_the_shortest(p, v, m):
     makespan = simulate(forward_only(loop(p, v), m)).makespan
@@ -225,7 +220,7 @@ def test_what_is_joined_is_busy_once():
 
 
 @in_parts("walk", WALKS, default=["some rounds, then a loop"], full=1)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(schedules(), st.data())
 def test_every_start_is_the_longest_path_to_it(walk, schedule, data):
     cost, policy = data.draw(costs(schedule)), data.draw(POLICIES)
