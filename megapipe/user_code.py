@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import traceback
+from _sitebuiltins import Quitter  # quit and exit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,8 @@ def in_one_line(error: BaseException) -> str:
         return text
     frames = traceback.extract_tb(error.__traceback__)
     hook = getattr(sys.exit, "__code__", None)  # a library has replaced it, as wandb does
-    while hook is not None and frames[-1].filename == hook.co_filename:
+    exits = [code.co_filename for code in (hook, Quitter.__call__.__code__) if code is not None]
+    while frames[-1].filename in exits:
         frames.pop()
     frame = frames[-1]
     return f"{text} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -20,8 +20,10 @@ from megapipe.user_code import UserCode
         ("import sys\nsys.exit()\n", "line 2"),
         ("raise SystemExit(0)\n", "SystemExit: 0"),
         ("import sys\ndef make(**_):\n    sys.exit(0)\n", "line 3"),
+        ("def make(**_):\n    quit()\n", ".py, line 2"),
+        ("\ndef make(**_):\n    exit(0)\n", ".py, line 3"),
     ],
-    ids=["at its import", "raised", "called"],
+    ids=["at its import", "raised", "called", "quit", "exit"],
 )
 def test_it_is_told_in_one_line(
     text: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
