@@ -34,22 +34,33 @@ def assert_noticed_in_time(hang: Hang) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "evidence"),
+    ("fault", "evidence", "last"),
     [
-        pytest.param(Fault(1, "stop", action=5), "is stopped by a signal", marks=pytest.mark.slow),
-        (Fault(0, "spin", action=7), "comes no further"),
-        (Fault(3, "lock", hook="before_save"), "something holds Python's lock"),
-        (Fault(1, "lose", action=3), "what it has sent does not arrive"),
+        pytest.param(
+            Fault(1, "stop", action=5),
+            "is stopped by a signal",
+            "F stage 0 micro-batch 1",
+            marks=pytest.mark.slow,
+        ),
+        (
+            Fault(0, "spin", action=7),
+            "comes no further",
+            "receive I of stage 1 micro-batch 0 from rank 1",
+        ),
+        (Fault(3, "lock", hook="before_save"), "something holds Python's lock", ""),
+        (Fault(1, "lose", action=3), "what it has sent does not arrive", "receive I of stage 1 "),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
 def test_the_culprit(
-    tmp_path: Path, fault: Fault, evidence: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fault: Fault, evidence: str, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By its place, what is wrong with it, and what it did last."""
     monkeypatch.setenv("HF_TOKEN", SECRET)
     hang = run_hanging(tmp_path, 4, fault, **{"parallel.pp": "2", "parallel.tp": "2"})
     hang.outcome.assert_one_line(4, f"the job hangs: rank {fault.rank} (pp ", evidence)
     assert hang.culprit == fault.rank
+    assert f" at step 3: {last}" in hang.outcome.errors[0]
     assert_noticed_in_time(hang)
     assert hang.seconds < TIMEOUT_S + LEAVE_S
     (report,) = (tmp_path / "runs/run/hangs").iterdir()
