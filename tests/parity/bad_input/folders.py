@@ -4,14 +4,18 @@ used."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megapipe.convert import export
+from megapipe.model.gpt.moe_config import MoEConfig
 from tests.parity.bad_folder import (
     LONG,
+    MODEL,
     cut_off,
     gone,
     in_config,
@@ -20,6 +24,8 @@ from tests.parity.bad_folder import (
     with_manifest,
 )
 from tests.parity.bad_input.case import Bad, all_of, link, made, mode
+from tests.parity.converted import write_checkpoint
+from tests.parity.reference import init_random
 
 RUN = "runs/run"
 RUN_LOAD = "checkpoint.load=run checkpoint.load_only=weights"
@@ -34,6 +40,17 @@ def in_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
         return json.dumps(manifest).encode()
 
     return with_manifest(edited)
+
+
+def with_experts(folder: Path) -> None:
+    """The checkpoint in ``run`` is of the same model with 4 experts, and the folder ``hf`` its
+    export."""
+    for name in ("run", "hf"):
+        shutil.rmtree(folder / name)
+    moe = MoEConfig(experts=4, ffn=12, group_top_k=1)
+    model = MODEL.model_copy(update={"moe": moe})
+    parameters = init_random(model, seed=5, dtype=torch.float32)
+    export(write_checkpoint(folder / "run", model, parameters), folder / "hf")
 
 
 def own_run(folder: Path) -> None:
@@ -100,6 +117,16 @@ CHECKPOINTS = [
     Bad("load of a tensor of integers", "checkpoint.load=hf", 5,
         ("lm_head.weight is I32", "BF16, F16, F32, F64"),
         in_shard(lambda state: state.update({"lm_head.weight": state["lm_head.weight"].int()}))),
+    Bad("load of a checkpoint with another number of experts",
+        f"{RUN_LOAD} model.moe.experts=8", 5,
+        ("step-00000003 is of another model", "model.moe.experts is 8, there 4"), with_experts),
+    Bad("load of Hugging Face's model with another number of experts",
+        "checkpoint.load=hf model.moe.experts=8", 5,
+        ("checkpoint.load: hf is of another model", "model.moe.experts is 8, there 4"),
+        with_experts),
+    Bad("load of a router that cannot be expressed", "checkpoint.load=hf", 2,
+        ("config.json: router_jitter_noise = 0.1", "mixtral"),
+        all_of(with_experts, in_config(router_jitter_noise=0.1))),
     Bad("go on with another model's checkpoint", "train.steps=9", 5, ("runs/run", "model.hidden"),
         own_run),
     Bad("never go on, and there is a checkpoint", "run.resume=never", 2,
