@@ -17,6 +17,7 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.layers import dispatch, expert_fetch, expert_hops
 from megapipe.layers.dispatch import Form
+from megapipe.layers.experts import Experts
 from megapipe.plan.traffic import step_traffic
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
@@ -233,6 +234,63 @@ def test_members_of_a_group_exchange_in_one_order_also_without_rows(exchanges: E
         if case.dispatch != "fetch" and not case.pad:
             sent = [sum(e.sends) for found in of_ranks for e in found if e.sends]
             assert 0 in sent, "a rank without rows has no results to send"
+
+
+ONE_LAYER = replace(DATA, expert_chunks=3, layers=1, m=1)
+
+
+def run_one_layer(world: World) -> list[tuple[str, int]]:
+    """What a step of a layer does, in order: exchanges begin and are waited for, by their number,
+    and products of experts."""
+    config, layout = configure(ONE_LAYER)
+    step = TrainStep(config, layout, world.mesh(ONE_LAYER.grid))
+    seen: list[tuple[str, int]] = []
+    all_to_all = expert_hops.start_all_to_all
+
+    def starts(*given: Any) -> Any:
+        tensor, wait = all_to_all(*given)
+        number = sum(what == "begin" for what, _ in seen)
+        seen.append(("begin", number))
+
+        def waits() -> None:
+            seen.append(("wait", number))
+            wait()
+
+        return tensor, waits
+
+    def computes(name: str) -> Any:
+        product = getattr(Experts, name)
+
+        def computed(*given: Any) -> Any:
+            seen.append((name, 0))
+            return product(*given)
+
+        return mock.patch.object(Experts, name, computed)
+
+    with (
+        mock.patch.object(expert_hops, "start_all_to_all", starts),
+        computes("narrow"),
+        computes("input_grads"),
+    ):
+        step.train(0, Rows(ONE_LAYER))
+    return seen
+
+
+def test_a_chunk_is_computed_while_the_next_and_results_travel() -> None:
+    """Rows 7.04 and 7.12, in F, where tokens and weights go to the experts, and in I, where
+    gradients do and both come back."""
+    forward = (
+        "begin 0, begin 1, begin 2, begin 3, wait 0, wait 1, narrow 0, begin 4, "
+        "begin 5, begin 6, wait 2, wait 3, narrow 0, begin 7, wait 5, wait 6, narrow 0, begin 8, "
+        "wait 4, wait 7, wait 8"
+    )
+    backward = (
+        "begin 9, begin 10, wait 9, input_grads 0, begin 11, begin 12, "
+        "begin 13, wait 10, input_grads 0, begin 14, begin 15, wait 13, input_grads 0, begin 16, "
+        "begin 17, wait 11, wait 14, wait 16, wait 12, wait 15, wait 17"
+    )
+    for seen in run_world(2, run_one_layer):
+        assert ", ".join(f"{what} {number}" for what, number in seen) == f"{forward}, {backward}"
 
 
 CHANGING = replace(
