@@ -1,12 +1,16 @@
-"""Experts over dp, cp and tp at once: over neighbours, whichever of these axes they are along."""
+"""Experts over dp, cp and tp, one of these axes or all at once: over neighbours, whichever axis
+they are along. All that a router may do gives the same over each."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.parity.bitwise import check_groups
+from tests.parity.marks import some_or_all
+from tests.parity.named_settings import MOE
 from tests.parity.ranks import Case
 
 WHOLE = Case(
@@ -31,3 +35,34 @@ COPIES = replace(PARTS, ep=2, model="llama", zero=3)
 def test_experts_fold_over_all_axes_at_once() -> None:
     """Row 7.09 (DeepSpeed-MoE): among them halves of experts under ZeRO-3."""
     check_groups([[WHOLE], [PARTS], [COPIES]])
+
+
+FOLDS: dict[str, dict[str, Any]] = {
+    "over dp": {"dp": 2, "ep": 2, "zero": 2},
+    "over three": {"dp": 3, "ep": 3, "vocab": 301, "batch": 1},
+    "over cp": {"cp": 2, "ep": 2, "model": "llama"},
+    "over tp": {"tp": 2, "sequence_parallel": True, "ep": 2, "schedule": "zb_h1"},
+    "of half the width": {"dp": 2, "etp": 2, "model": "llama", "activations": "full"},
+}
+
+
+def of_fold(fold: dict[str, Any]) -> list[Case]:
+    """Each setting whose experts can be shared out so."""
+    cases = []
+    for name, section in MOE.items():
+        experts = section["experts"]
+        numbers = experts if isinstance(experts, list) else [experts]
+        if all(number % fold.get("ep", 1) == 0 for number in numbers):
+            cases.append(Case(moe=name, layers=4, masked=0.3, m=3, **fold))
+    return cases
+
+
+def test_every_setting_is_in_some_fold() -> None:
+    for name in MOE:
+        assert sum(name in [case.moe for case in of_fold(fold)] for fold in FOLDS.values()) >= 2
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+@some_or_all(6)
+def test_every_setting_is_that_of_one_process(fold: str, some: slice) -> None:
+    check_groups([[case] for case in of_fold(FOLDS[fold])][some])

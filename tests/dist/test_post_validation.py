@@ -238,14 +238,14 @@ def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
     )
 
 
-@pytest.mark.slow
-def test_layers_with_experts() -> None:
+@some_or_all(6)
+def test_layers_with_experts(some: slice) -> None:
     """A choice of what is undone is made again."""
     check(
         [
             with_mishaps(case, {case.tied: norm_to_clip(moe=case.moe, tied=case.tied)}, 300 + i)
             for i, case in enumerate(EXPERTS)
-        ]
+        ][some]
     )
 
 

@@ -97,7 +97,8 @@ DIMENSIONS: dict[str, list[Any]] = {
     "debug": [False, True],
     "clip": [0.05, None],
 }
-"""Every switch and its values, the plain one first."""
+"""Every switch and its values, the plain one first. (Each setting of experts over each axis:
+test_moe_folding.)"""
 JOINT = {
     "layout": ("dp", "cp", "tp", "pp"),
     "schedule": ("schedule", "chunks"),

@@ -93,22 +93,28 @@ def test_experts_have_copies_on_all_tensor_parallel_ranks_too() -> None:
     assert copies == list(range(grid.copies(experts=True)))
 
 
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 @given(places(), st.data())
 def test_experts_are_shared_out_once_among_the_ranks_of_a_pipeline_index(
     place: tuple[Grid, int], data: st.DataObject
 ) -> None:
     grid, rank = place
     block = grid.dp * grid.cp * grid.tp
-    ep = data.draw(st.sampled_from([n for n in range(1, block + 1) if block % n == 0]))
-    grid = replace(grid, ep=ep)
+    ranks = data.draw(st.sampled_from(divisors(block)))
+    ep = data.draw(st.sampled_from(divisors(ranks)))
+    grid = replace(grid, ep=ep, etp=ranks // ep)
     peers, pp = grid.expert_peers(rank), grid.coordinates_of(rank).pp
-    assert len(peers) == ep
+    assert len(peers) == ranks
     copies = [grid.holders(peer, [pp], experts=True) for peer in peers]
     assert all(len(each) == grid.copies(experts=True) for each in copies)
     assert sorted(chain(*copies)) == list(range(pp * block, (pp + 1) * block))
     for each in copies:
         assert [grid.copy_of(peer, experts=True) for peer in each] == list(range(len(each)))
-        assert len({peer % ep for peer in each}) == 1, "all have the same experts"
+        places = {divmod(peer % ranks, grid.etp) for peer in each}
+        assert len(places) == 1, "all have the same experts, and the same part of their width"
 
 
 def test_holders_of_the_own_pipeline_rank_are_the_data_parallel_peers() -> None:
