@@ -331,6 +331,7 @@ IN_CI = [
     moe_faults.gradients_of_experts_divided_by_ep,
     moe_faults.gradients_of_experts_averaged,
     moe_faults.gradients_of_the_step_before,
+    moe_faults.gradient_of_an_expert_without_rows_stays,
     moe_faults.rows_come_back_in_the_order_of_experts,
     moe_faults.experts_of_other_tp_ranks_left_out_of_the_norm,
     moe_faults.router_gradient_of_one_shard_only,

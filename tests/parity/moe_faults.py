@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
@@ -45,6 +46,8 @@ CONTEXT = replace(EXPERTS, cp=2)
 SEVERAL = replace(EXPERTS, dp=2, ep=2)
 SLICED = Case(pp=2, m=3, schedule="seq1f1b", slices=2, in_process=True, moe="capacity, position")
 INNER = replace(EXPERTS, dp=2, etp=2)
+LOSING = Case(moe="sixteen", model="llama", m=1, layers=1, steps=4, batch=2, sequence=6)
+"""With so few tokens that experts have none in some steps."""
 PYRAMID = replace(EXPERTS, moe="pyramid, biased", layers=3)
 """Layers with other numbers of experts, 4 in the first one."""
 
@@ -274,6 +277,29 @@ def gradients_of_the_step_before() -> Patch:
     return mock.patch.object(Bucket, "zero_grad", wrong)
 
 
+def gradient_of_an_expert_without_rows_stays() -> Patch:
+    """That of an expert is zeroed by the first rows of a step."""
+    zero, run = Bucket.zero_grad, ExpertsTask.run
+    zeroed: set[tuple[int, int]] = set()
+
+    def lazy(self: Bucket) -> None:
+        if not self.experts:
+            zero(self)
+        zeroed.clear()
+
+    def zeroes(self: ExpertsTask) -> None:
+        for expert, _ in each_expert(self._ends):
+            if (place := (id(self.weight), expert)) not in zeroed:
+                zeroed.add(place)
+                main_grad(self.weight)[expert] = 0
+        run(self)
+
+    patch = ExitStack()
+    patch.enter_context(mock.patch.object(Bucket, "zero_grad", lazy))
+    patch.enter_context(mock.patch.object(ExpertsTask, "run", zeroes))
+    return patch
+
+
 def rows_come_back_in_the_order_of_experts() -> Patch:
     return mock.patch.object(RowsTravel, "departure", lambda self, number, rows: rows)
 
@@ -419,6 +445,7 @@ FAULTS: dict[Callable[[], Patch], Case] = {
     gradients_of_experts_multiplied_by_ep: SEVERAL,
     gradients_of_experts_divided_by_ep: SEVERAL,
     gradients_of_the_step_before: SEVERAL,
+    gradient_of_an_expert_without_rows_stays: LOSING,
     rows_come_back_in_the_order_of_experts: SEVERAL,
     rows_are_computed_in_the_order_of_ranks: SEVERAL,
     gradient_of_the_weights_of_others_lost: SEVERAL,
