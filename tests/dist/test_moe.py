@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,15 +15,17 @@ import numpy as np
 import pytest
 
 from megapipe.layers import routing
+from megapipe.layers.weight_grad import WeightGradQueue, WeightGradTask
 from megapipe.schedule.generators import accepts, names
 from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
 from tests.parity import moe_faults, reference
 from tests.parity.bitwise import assert_bitwise, outcomes_of
-from tests.parity.cases import settings
+from tests.parity.cases import Rows, settings
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.marks import in_parts, selected, some_or_all
 from tests.parity.moe_faults import FAULTS
-from tests.parity.ranks import Case, Outcome, check_case, run_case, run_cases
+from tests.parity.ranks import Case, Outcome, check_case, configure, run_case, run_cases
 from tests.parity.registry_cases import smallest
 from tests.parity.stopped_runs import (
     HALF,
@@ -316,6 +319,38 @@ def test_which_choices_are_dropped_is_compared() -> None:
         choices[token, number] = ~choices[token, number]
     with pytest.raises(AssertionError, match="are dropped or are not"):
         check_case(case, [outcome])
+
+
+def queued(world: World, settings: Sequence[str | None]) -> list[Counter[str]]:
+    """What waits for ``W`` in a step of one micro-batch, by setting."""
+    put = WeightGradQueue.put
+    found: list[Counter[str]] = []
+
+    def counted(self: WeightGradQueue, *tasks: WeightGradTask, later: bool = False) -> None:
+        found[-1].update(type(task).__name__ for task in tasks)
+        put(self, *tasks, later=later)
+
+    for moe in settings:
+        case = Case(moe=moe, layers=4, m=1, schedule="zb_h1")
+        config, layout = configure(case)
+        step = TrainStep(config, layout, world.mesh(case.grid))
+        found.append(Counter())
+        with mock.patch.object(WeightGradQueue, "put", counted):
+            step.train(0, Rows(case))
+    return found
+
+
+def test_what_waits_for_W() -> None:
+    """Of a layer two products of its experts, the router's, and those of what is beside them in the
+    place of the MLP's two: a shared MLP, and its gate."""
+    ((dense, plain, shared, half),) = run_world(
+        1, queued, [None, "top 2", "shared, gated", "every second"]
+    )
+    for found, layers, beside in ((plain, 4, 0), (shared, 4, 3), (half, 2, 2)):
+        assert found.pop("ExpertsTask") == 2 * layers
+        assert found.pop("RouterTask") == layers
+        found["LinearTask"] += (2 - beside) * layers
+        assert found == dense
 
 
 IN_CI = [
