@@ -146,13 +146,13 @@ class Pipeline:
         """The pipeline ranks of this process, to run a stream with windows of so many
         micro-batches; `weights` has the versions of their weights. `agree`: a micro-batch reads one
         version at all stages, which is checked in debug mode."""
-        first = {s: rank for rank in reversed(self.ranks) for s in self.placement.stages_of(rank)}
+        counting = {s: rank for rank in self.ranks for s in self.placement.stages_of(rank)}
         return [
             Flow(
                 {s: stages[s] for s in self.placement.stages_of(rank)},
                 channels,
                 weights,
-                counted={s: stages[s] for s, of in first.items() if of == rank},
+                counted={s: stages[s] for s, of in counting.items() if of == rank},
                 window=window,
                 shape=shape,
                 agree=agree and self._debug,

@@ -35,7 +35,7 @@ class Keeping(Protocol):
     """A way to run a segment that decides what is kept for its backward, such as :func:`keep`."""
 
     def __call__(
-        self, segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False
+        self, segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = ...
     ) -> Tensor: ...
 
 

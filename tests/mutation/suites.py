@@ -77,7 +77,7 @@ SUITES: dict[str, Groups] = {
         WINDOWS,
     ),
     "engine/names.py": ((f"{ENGINE}names.py",),),
-    "engine/packed.py": ((f"{ENGINE}executor_pieces.py",), (f"{DIST}own_family.py",), FAULTLESS),
+    "engine/packed.py": ((f"{ENGINE}packed.py",), (f"{DIST}own_family.py",), FAULTLESS),
     "engine/pipeline.py": (EXECUTED, FAULTLESS, (f"{DIST}eager_reductions.py",), WINDOWS),
     "engine/receives.py": ((f"{ENGINE}receives.py",), FAULTLESS),
     "engine/recorder.py": (
@@ -147,6 +147,7 @@ SUITES: dict[str, Groups] = {
     "layers/embedding.py": (
         LAYERS,
         (f"{DIST}narrow_types.py", "tests/unit/generate/test_generator.py"),
+        (f"{MODEL}activations_kept.py",),
         FAULTLESS,
     ),
     "distributed/collectives.py": (
@@ -155,7 +156,7 @@ SUITES: dict[str, Groups] = {
         (f"{DIST}zero.py", "tests/fake_cuda/test_staged.py"),
     ),
     "distributed/gloo.py": ((GLOO, *LAYERS), (f"{DIST}zero.py",)),
-    "layers/cross_entropy.py": (LAYERS, FAULTLESS),
+    "layers/cross_entropy.py": ((f"{LAYER_UNITS}cross_entropy.py",), LAYERS, FAULTLESS),
     "layers/linear_cross_entropy.py": (
         (f"{LAYER_UNITS}linear_cross_entropy.py", *LAYERS),
         FAULTLESS,

@@ -178,6 +178,23 @@ def test_without_asking_a_completed_send_is_kept() -> None:
     assert len(line.under_way) == 2
 
 
+def test_what_is_set_aside_is_acknowledged_to_who_takes_it_back() -> None:
+    """Messages of a program that pauses are not counted among those of another."""
+    line, works = fake_line(_Outgoing)
+    for message in FORWARD[:2]:
+        line.send(message, tensor_of(message))
+    assert line.set_aside() == 2
+    assert [work.waits for work in works] == [1, 1]
+    line.send(FORWARD[2], tensor_of(FORWARD[2]))
+    line.finish()
+    line.take_back(2)
+    line.send(FORWARD[3], tensor_of(FORWARD[3]))
+    line.acknowledge(2)
+    assert [work.waits for work in works] == [1, 1, 1, 0], "of the first two"
+    line.acknowledge(1)
+    assert [work.waits for work in works] == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(("backend", "wire"), [("gloo", "cpu"), ("nccl", "meta")])
 def test_messages_of_a_device_go_through_the_host_on_gloo_alone(backend: str, wire: str) -> None:
     meta = torch.device("meta")

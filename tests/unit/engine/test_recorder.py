@@ -87,8 +87,10 @@ def test_times_count_from_the_beginning_of_the_step(clock: list[float]) -> None:
         assert (record.began, record.events) == (began, wanted)
 
 
-def test_the_measured_timeline_is_the_one_that_ran() -> None:
-    predicted = simulate(build("zb_h1", ranks=4, microbatches=6), UNEVEN)
+@pytest.mark.parametrize("name", ["zb_h1", "dualpipe"])
+def test_the_measured_timeline_is_the_one_that_ran(name: str) -> None:
+    """The latter has pairs of operations that run as one."""
+    predicted = simulate(build(name, ranks=4, microbatches=8), UNEVEN)
     measured = timeline(predicted.schedule, records_of(predicted))
     assert [list(starts) for starts in measured.starts] == [list(s) for s in predicted.starts]
     assert [list(ends) for ends in measured.ends] == [list(ends) for ends in predicted.ends]
