@@ -71,7 +71,7 @@ SUITES: dict[str, Groups] = {
         ON_A_DEVICE,
     ),
     "engine/flow.py": (
-        EXECUTED,
+        (f"{ENGINE}flow.py", *EXECUTED),
         (f"{ENGINE}stage_slices.py", f"{ENGINE}stage_recompute.py"),
         FAULTLESS,
         WINDOWS,

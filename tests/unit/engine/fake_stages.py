@@ -145,6 +145,13 @@ class FakeEnd:
     def finish(self) -> None:
         self.log.append(f"to {self.peer} finished")
 
+    def set_aside(self) -> int:
+        self.log.append(f"to {self.peer} set aside")
+        return 1
+
+    def take_back(self, messages: int) -> None:
+        self.log.append(f"to {self.peer} taken back {messages}")
+
 
 class FakeChannels:
     """Ends of channels to and from the given ranks, with one log."""

@@ -1,0 +1,165 @@
+"""A pipeline rank that never flushes, on fake stages: when messages are expected and received."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from megapipe.engine.flow import Flow
+from megapipe.schedule.streams.load import load_stream
+from megapipe.schedule.streams.programs import Part, Runs
+from megapipe.watch.journal import Journal
+from tests.unit.engine.fake_stages import FakeChannels, FakeStage, scalar
+
+STREAM = load_stream("1f1b", "stash", ranks=2, microbatches=2, advance=0)
+WINDOWS = 12
+
+
+class FakeWeights:
+    """Versions are numbers; stages are updated as they come."""
+
+    def use(self, stage: int, read: Any) -> None:
+        pass
+
+    def version(self, read: Any) -> int:
+        return 0
+
+    def ready(self, stage: int, windows_before: int, rank: int) -> bool:
+        return True
+
+    def update(self, stage: int, windows_before: int) -> None:
+        pass
+
+
+def flow_of(rank: int, log: list[str], receive_ahead: int | None) -> Flow:
+    stages: Any = {
+        stage: FakeStage(stage, STREAM.placement.stages, log)
+        for stage in STREAM.placement.stages_of(rank)
+    }
+    channels: Any = FakeChannels(log, 1 - rank)
+    return Flow(
+        stages,
+        channels,
+        FakeWeights(),
+        counted={},
+        window=STREAM.microbatches,
+        shape=scalar,
+        agree=False,
+        recorder=None,  # type: ignore[arg-type]
+        name=lambda action, call: call,
+        receive_ahead=receive_ahead,
+        journal=Journal(),
+    )
+
+
+class Playing:
+    """A rank that runs windows of a stream, and what it did."""
+
+    def __init__(self, rank: int, receive_ahead: int | None = None) -> None:
+        self.rank, self.log = rank, list[str]()
+        self.flow = flow_of(rank, self.log, receive_ahead)
+        self.runs = Runs(STREAM)
+        self.window = -1
+
+    def begin(self) -> None:
+        self.flow.begin()
+        self._run(self.runs.of(WINDOWS).fill[self.rank])
+        self.window = 0
+
+    def next(self) -> None:
+        """The next window, to its end."""
+        self._run(self.part)
+        self.flow.cut()
+        self.window += 1
+
+    @property
+    def part(self) -> Part:
+        """Of the window that is next."""
+        return self.runs.part(self.window, WINDOWS)[self.rank]
+
+    def _run(self, part: Part) -> None:
+        self.log.clear()
+        segment = self.flow.segment(part, record=False, name=False)
+        segment.enter({(number, 0): cast(Any, float(number)) for number in range(-9, 9)})
+        segment.run_all()
+
+    @property
+    def did(self) -> str:
+        return ", ".join(self.log)
+
+
+OF_FIRST = (
+    "from 1 expect 1I0 [], 1I1 []",
+    *("from 1 posted", "0F1=1", "to 1 0F1=2", "from 1", "1 has received 1"),
+    *("from 1 posted", "0I0=0", "0W0", "0F2=2", "to 1 0F0=3"),
+    *("from 1", "1 has received 1", "0I1=0", "0W1"),
+)
+OF_LAST = (
+    *("from 0 expect 0F1 []", "from 0 expect 0F0 []", "from 0", "0 has received 1"),
+    *("from 0 posted", "1F0=0", "1I0=0", "1W0", "to 0 1I0=1", "from 0", "0 has received 1"),
+    *("from 0 posted", "1F1=0", "1I1=100", "1W1", "to 0 1I1=101"),
+)
+"""The second receive that it posts is of the next window's first message, which is expected with
+those of this one."""
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, OF_FIRST), (1, OF_LAST)])
+def test_receives_are_posted_as_early_as_can_be(rank: int, expected: tuple[str, ...]) -> None:
+    """From the second run of a part on."""
+    playing = Playing(rank)
+    playing.begin()
+    for _ in range(6):
+        playing.next()
+    assert playing.did == ", ".join(expected)
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, OF_FIRST), (1, OF_LAST)])
+def test_receives_are_posted_an_operation_before_they_are_needed(
+    rank: int, expected: tuple[str, ...]
+) -> None:
+    """If that is wanted, and none behind the end."""
+    playing = Playing(rank, receive_ahead=1)
+    playing.begin()
+    for _ in range(6):
+        playing.next()
+    kept = [line for line in expected if "posted" not in line]
+    before = ("0F1=1", "0F2=2") if rank == 0 else ("1I0=0",)
+    for line in before:
+        kept.insert(kept.index(line), f"from {1 - rank} posted")
+    assert playing.did == ", ".join(kept)
+
+
+def test_what_a_pause_has_received_is_not_received_again() -> None:
+    """Nor is a receive posted ahead in the window behind it; the one after is as ever."""
+    playing = Playing(1)
+    playing.begin()
+    for _ in range(6):
+        under_way = playing.part.under_way
+        playing.next()
+    playing.log.clear()
+    playing.flow.pause(under_way)
+    assert playing.did == "from 0, to 0 set aside"
+    assert len(playing.flow.inbox) == 1
+    playing.flow.go_on()
+    assert playing.did.endswith("to 0 set aside, to 0 taken back 1")
+    playing.next()
+    without = [line for line in OF_LAST if "posted" not in line]
+    without.remove("from 0")
+    assert playing.did == ", ".join(without)
+    playing.next()
+    assert playing.did == ", ".join(OF_LAST)
+
+
+def test_a_beginning_forgets_what_was_in_flight() -> None:
+    """As where a run goes back to a checkpoint after a pause."""
+    playing = Playing(1)
+    playing.begin()
+    for _ in range(6):
+        under_way = playing.part.under_way
+        playing.next()
+    playing.flow.pause(under_way)
+    assert playing.flow.inbox
+    playing.begin()
+    assert not playing.flow.inbox
+    assert playing.did == "from 0 expect 0F0 []"
