@@ -116,7 +116,7 @@ def add_product(
 ) -> None:
     """main_grad += left^T @ right, for left [n, out] and right [n, in]."""
     grad = main_grad(parameter)
-    accumulate(grad if grad.dim() == 2 else grad.view(-1, grad.shape[-1]), left, right)
+    accumulate(grad.view(-1, grad.shape[-1]), left, right)
 
 
 def accumulate_in_main_grad(parameter: Parameter) -> None:

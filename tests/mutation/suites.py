@@ -132,6 +132,7 @@ SUITES: dict[str, Groups] = {
         ),
         (f"{DIST}activations.py", f"{DIST}activation_policies.py"),
         ON_A_DEVICE,
+        ("tests/fake_cuda/test_pinned_memory.py",),
     ),
     "layers/recompute.py": (
         (f"{MODEL}activations_kept.py", f"{MODEL}slices_kept.py", f"{ENGINE}stage.py"),

@@ -16,6 +16,7 @@ from megapipe.engine.channels import (
     ProcessGroupChannels,
     _Outgoing,
     _PolledOutgoing,
+    _spoil,
     message_of,
 )
 from megapipe.schedule.ir import Kind, Op
@@ -37,6 +38,13 @@ def expected(messages: Sequence[Op]) -> list[tuple[Op, tuple[int, ...]]]:
 
 def tensor_of(message: Op, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.full(shape_of(message), float(message.microbatch + 1), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_let_go_in_debug_mode_is_nan_in_every_type(dtype: torch.dtype) -> None:
+    """Also where messages of several tensors are bytes."""
+    assert _spoil(torch.zeros(4, dtype=dtype)).isnan().all()
+    assert _spoil(torch.zeros(32, dtype=torch.uint8)).view(dtype).isnan().all()
 
 
 def test_a_message_is_named_by_what_made_it() -> None:

@@ -106,6 +106,21 @@ def test_an_op_without_its_forward_is_an_error() -> None:
             stage.input_grad(key, None)
 
 
+def test_only_the_graph_is_made_again() -> None:
+    """The values of the output are there already."""
+    stage, _ = new_stage(MODEL, PARAMS, recompute=True)
+    seen: list[object] = []
+    stage.module.register_forward_pre_hook(
+        lambda module, given, named: seen.append(named.get("graph_only", False)), with_kwargs=True
+    )
+    for number in range(2):
+        stage.forward((number, 0), None, microbatch(number))
+    stage.recompute_ahead((0, 0))
+    for number in range(2):
+        stage.input_grad((number, 0), None)
+    assert seen == [False, False, True, True]
+
+
 def test_the_loss_is_recorded_by_the_forward_alone() -> None:
     stage, _ = new_stage(MODEL, PARAMS, recompute=True)
     stage.forward((0, 0), None, microbatch(0))

@@ -63,6 +63,29 @@ def run(dtype: torch.dtype, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     return loss.detach(), hidden.grad, main_grad(head.weight)
 
 
+@pytest.mark.parametrize("chunk", [10, TOKENS])
+def test_a_soft_cap_is_that_of_autograd(chunk: int) -> None:
+    hidden, weight, labels, mask = data(torch.float64)
+    cap, x, matrix = 3.0, hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = cap * torch.tanh(x.flatten(0, 1) @ matrix.t() / cap)
+    losses = functional.cross_entropy(logits, labels.flatten(), reduction="none")
+    expected = losses[mask.flatten()].sum()
+    expected.backward()
+    head, given = new_head(weight), (labels, mask)
+    head.sharding.queue.open(0)
+    hidden.requires_grad_()
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "chunk": chunk, "softcap": cap}
+    with torch.no_grad():
+        alone = linear_cross_entropy(hidden, head, *given, **sizes)
+    loss = linear_cross_entropy(hidden, head, *given, **sizes)
+    loss.backward()
+    head.sharding.queue.run(0)
+    torch.testing.assert_close(alone, expected.detach(), rtol=1e-13, atol=0.0)
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-13, atol=0.0)
+    torch.testing.assert_close(hidden.grad, x.grad, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(main_grad(head.weight), matrix.grad, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize("chunk", [0, 10, TOKENS])
 def test_losses_by_source(chunk: int) -> None:
     """Sources 0 and 2 of 4 are there; each sum is that of the tokens of its source."""
