@@ -148,7 +148,7 @@ SUITES: dict[str, Groups] = {
     "layers/embedding.py": (
         LAYERS,
         (f"{DIST}narrow_types.py", "tests/unit/generate/test_generator.py"),
-        (f"{MODEL}activations_kept.py",),
+        (f"{DIST}activations.py",),
         FAULTLESS,
     ),
     "distributed/collectives.py": (
