@@ -41,6 +41,8 @@ END_S = 4.0
 have ended, whose exit code is then that of the job."""
 SAY_S = 3.0
 """How long ranks of other nodes may take to tell the store of a verdict that they have heard."""
+UNASKED_S = 4.0
+"""How long one that other nodes have not reached yet outlives its ranks where these are gone."""
 VERDICT = "verdict"
 """The file that has it, and the folder of the report."""
 STACKS = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -119,6 +121,8 @@ class Monitor:
         self._settings = settings
         self._folder = Path(settings.folder)
         self._ranks: dict[int, _Rank] = {}
+        self._alone_s = 0.0
+        """For how long all ranks have ended."""
         self._hub = Hub(settings.listens, settings.token) if settings.listens >= 0 else None
         self._spoke = Spoke(settings.hub, settings.token) if settings.hub is not None else None
 
@@ -146,9 +150,13 @@ class Monitor:
         some soon."""
         if self._hub is not None and self._hub.is_asked:
             return True
-        if self._ranks:
-            return not all(rank.ended for rank in self._ranks.values())
-        return os.getppid() == self._settings.starter
+        if not self._ranks:
+            return os.getppid() == self._settings.starter
+        if not all(rank.ended for rank in self._ranks.values()):
+            return True
+        told = self._hub is None or self._hub.was_asked
+        gone = any(rank.gone for rank in self._ranks.values())
+        return gone and not told and self._alone_s < UNASKED_S
 
     def _look(self, seconds: float) -> None:
         for name in os.listdir(self._folder):
@@ -158,6 +166,8 @@ class Monitor:
         for looked_after in (*self._ranks.values(), self._hub, self._spoke):
             if looked_after is not None:
                 looked_after.look(seconds)
+        if all(rank.ended for rank in self._ranks.values()):
+            self._alone_s += seconds
 
     def _verdict(self) -> str | None:
         """One line on a hang; None as long as there is none."""

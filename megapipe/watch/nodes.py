@@ -64,6 +64,11 @@ class Hub:
         with self._lock:
             return any(told.is_heard for told in self._told.values())
 
+    @property
+    def was_asked(self) -> bool:
+        """Whether any other monitor has been heard so far."""
+        return bool(self._told)
+
     def await_all(self) -> None:
         """Wait until all have heard the verdict, for as long as they are there to hear."""
         until = time.monotonic() + SILENT_S

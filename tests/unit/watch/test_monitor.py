@@ -8,14 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megapipe.watch.culprit import View
+from megapipe.watch.journal import State
 from megapipe.watch.monitor import Monitor, Settings
-from megapipe.watch.nodes import Hub
+from megapipe.watch.nodes import Hub, Spoke
 from megapipe.watch.rank import _start
 from tests.parity.jobs import ROOT
 
@@ -114,6 +117,37 @@ def test_ranks_that_are_gone_when_it_begins(
     given = settings(tmp_path, 600.0, starter=-1)
     Monitor(given._replace(hub=address, token="word")).run()
     assert [view.gone for view in hub.views().values()] == [True, True]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_one_that_decides_waits_for_who_has_not_reached_it_yet(
+    comes: bool, tmp_path: Path, ranks: list[subprocess.Popen[bytes]]
+) -> None:
+    """Its ranks are gone before that; else nobody would know. It does not wait for ever."""
+    for process in ranks:
+        process.kill()
+        process.wait()
+    listens = socket.create_server(("127.0.0.1", 0))
+    address = listens.getsockname()
+    given = settings(tmp_path, 600.0, starter=-1)
+    monitor = Monitor(given._replace(listens=listens.detach(), token="word"))
+    deciding = threading.Thread(target=monitor.run)
+    deciding.start()
+    time.sleep(1.0)
+    assert deciding.is_alive()
+    said = None
+    if comes:
+        state = State(7, 9, 0, "the corpus", "pp 1", {}, None, 0, (), False)
+        view = View(state, 0.0, 0.0, False, "node1")
+        spoke = Spoke(address, "word")
+        while deciding.is_alive() and said is None:
+            said = spoke.exchange({2: view}, at_once=True)
+            time.sleep(0.05)
+    deciding.join(30.0)
+    assert not deciding.is_alive()
+    if comes:
+        assert said is not None
+        assert "has ended without a word" in said
 
 
 def test_ranks_that_go_on_are_left_alone(
