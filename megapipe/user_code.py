@@ -168,9 +168,10 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # whose text has the place
         return text
     frames = traceback.extract_tb(error.__traceback__)
-    hook = getattr(sys.exit, "__code__", None)  # a library has replaced it, as wandb does
-    exits = [code.co_filename for code in (hook, Quitter.__call__.__code__) if code is not None]
-    while frames[-1].filename in exits:
+    ends = getattr(sys.exit, "__code__", None), Quitter.__call__.__code__
+    # a library may have replaced sys.exit, as wandb does
+    files_of_exits = [code.co_filename for code in ends if code is not None]
+    while frames[-1].filename in files_of_exits:
         frames.pop()
     frame = frames[-1]
     return f"{text} ({Path(frame.filename).name}, line {frame.lineno})"

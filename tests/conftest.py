@@ -1,6 +1,5 @@
 """The surroundings of processes that tests start: signals as a terminal gives them, and torch's C++
-as quiet as `train.py` has it, before which it is loaded here (:mod:`tests.parity.launches`). And no
-drawn example fails because the machine is busy."""
+as quiet as `train.py` has it, before which it is loaded here (:mod:`tests.parity.launches`)."""
 
 import os
 import signal
@@ -13,5 +12,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# no drawn example fails because the machine is busy
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")

@@ -17,9 +17,9 @@ from tests.parity.launches import run_forked
 pytestmark = pytest.mark.full
 LEAVE_S = 5.0
 """Seconds after the time-out within which all have ended, launchers included."""
+SECRET = "canary-of-a-secret"
 EARLY_S = 0.5
 """How long before the fault others may have begun to wait for that rank."""
-SECRET = "canary-of-a-secret"
 LATE_S = 1.0
 """Seconds after the time-out within which a monitor notices."""
 
@@ -50,7 +50,7 @@ def assert_noticed_in_time(hang: Hang) -> None:
         (Fault(3, "lock", hook="before_save"), "something holds Python's lock", ""),
         (Fault(1, "lose", action=3), "what it has sent does not arrive", "receive I of stage 1 "),
     ],
-    ids=lambda value: getattr(value, "kind", ""),
+    ids=["stop", "spin", "lock", "lose"],
 )
 def test_the_culprit(
     tmp_path: Path, fault: Fault, evidence: str, last: str, monkeypatch: pytest.MonkeyPatch

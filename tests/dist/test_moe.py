@@ -321,8 +321,8 @@ def test_which_choices_are_dropped_is_compared() -> None:
         check_case(case, [outcome])
 
 
-def queued(world: World, settings: Sequence[str | None]) -> list[Counter[str]]:
-    """What waits for ``W`` in a step of one micro-batch, by setting."""
+def queued(world: World, names: Sequence[str | None]) -> list[Counter[str]]:
+    """Tasks that wait for ``W`` in a step of one micro-batch, by setting."""
     put = WeightGradQueue.put
     found: list[Counter[str]] = []
 
@@ -330,7 +330,7 @@ def queued(world: World, settings: Sequence[str | None]) -> list[Counter[str]]:
         found[-1].update(type(task).__name__ for task in tasks)
         put(self, *tasks, later=later)
 
-    for moe in settings:
+    for moe in names:
         case = Case(moe=moe, layers=4, m=1, schedule="zb_h1")
         config, layout = configure(case)
         step = TrainStep(config, layout, world.mesh(case.grid))

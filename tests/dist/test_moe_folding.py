@@ -1,5 +1,5 @@
 """Experts over dp, cp and tp, one of these axes or all at once: over neighbours, whichever axis
-they are along. All that a router may do gives the same over each."""
+they are along."""
 
 from __future__ import annotations
 
@@ -57,12 +57,16 @@ def of_fold(fold: dict[str, Any]) -> list[Case]:
     return cases
 
 
-def test_every_setting_is_in_some_fold() -> None:
+def test_every_setting_is_over_an_axis_and_in_halves() -> None:
     for name in MOE:
-        assert sum(name in [case.moe for case in of_fold(fold)] for fold in FOLDS.values()) >= 2
+        over = [key for key, fold in FOLDS.items() if name in [c.moe for c in of_fold(fold)]]
+        assert "of half the width" in over, name
+        assert len(over) > 1, f"no axis has a size for {name}"
 
 
 @pytest.mark.parametrize("fold", FOLDS)
 @some_or_all(6)
 def test_every_setting_is_that_of_one_process(fold: str, some: slice) -> None:
-    check_groups([[case] for case in of_fold(FOLDS[fold])][some])
+    """CI has other settings over each axis."""
+    first = [*FOLDS].index(fold) if some.step else 0
+    check_groups([[case] for case in of_fold(FOLDS[fold])][first:][some])

@@ -126,7 +126,7 @@ class Hang:
 
 
 def write_script(folder: Path, fault: Fault) -> Path:
-    """Callbacks of which one brings a fault, once; run as a script it trains with them."""
+    """A file of callbacks, with a fault that comes once; run as a script it trains with them."""
     mark = folder / "fault"
     mark.touch()
     script = folder / "hanging.py"

@@ -97,8 +97,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "debug": [False, True],
     "clip": [0.05, None],
 }
-"""Every switch and its values, the plain one first. (Each setting of experts over each axis:
-test_moe_folding.)"""
+"""Every switch and its values, the plain one first."""
 JOINT = {
     "layout": ("dp", "cp", "tp", "pp"),
     "schedule": ("schedule", "chunks"),

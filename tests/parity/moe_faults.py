@@ -278,7 +278,7 @@ def gradients_of_the_step_before() -> Patch:
 
 
 def gradient_of_an_expert_without_rows_stays() -> Patch:
-    """That of an expert is zeroed by the first rows of a step."""
+    """The gradient of an expert is zeroed by its first rows of a step, not at its beginning."""
     zero, run = Bucket.zero_grad, ExpertsTask.run
     zeroed: set[tuple[int, int]] = set()
 
@@ -294,10 +294,10 @@ def gradient_of_an_expert_without_rows_stays() -> Patch:
                 main_grad(self.weight)[expert] = 0
         run(self)
 
-    patch = ExitStack()
-    patch.enter_context(mock.patch.object(Bucket, "zero_grad", lazy))
-    patch.enter_context(mock.patch.object(ExpertsTask, "run", zeroes))
-    return patch
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(Bucket, "zero_grad", lazy))
+    stack.enter_context(mock.patch.object(ExpertsTask, "run", zeroes))
+    return stack
 
 
 def rows_come_back_in_the_order_of_experts() -> Patch:

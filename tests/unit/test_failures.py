@@ -41,6 +41,7 @@ def test_each_case_has_tests_that_ci_runs() -> None:
     files = sorted({name.partition("::")[0] for name in wanted})
     chosen = ["-m", "not slow and not gpu", "-p", "no:cacheprovider", *files]
     listed = [sys.executable, "-m", "pytest", "--collect-only", "-q", *chosen]
-    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     found = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
     assert sorted(wanted - found) == []

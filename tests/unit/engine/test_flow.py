@@ -1,4 +1,4 @@
-"""A pipeline rank that never flushes, on fake stages: when messages are expected and received."""
+"""Messages of a pipeline rank that never flushes: when they are expected, posted and received."""
 
 from __future__ import annotations
 
@@ -17,16 +17,10 @@ WINDOWS = 12
 
 
 class FakeWeights:
-    """Versions are numbers; stages are updated as they come."""
+    """Nothing depends on them here."""
 
     def use(self, stage: int, read: Any) -> None:
         pass
-
-    def version(self, read: Any) -> int:
-        return 0
-
-    def ready(self, stage: int, windows_before: int, rank: int) -> bool:
-        return True
 
     def update(self, stage: int, windows_before: int) -> None:
         pass
@@ -38,10 +32,11 @@ def flow_of(rank: int, log: list[str], receive_ahead: int | None) -> Flow:
         for stage in STREAM.placement.stages_of(rank)
     }
     channels: Any = FakeChannels(log, 1 - rank)
+    weights: Any = FakeWeights()
     return Flow(
         stages,
         channels,
-        FakeWeights(),
+        weights,
         counted={},
         window=STREAM.microbatches,
         shape=scalar,
@@ -69,24 +64,23 @@ class Playing:
 
     def next(self) -> None:
         """The next window, to its end."""
-        self._run(self.part)
+        part = self.runs.part(self.window, WINDOWS)[self.rank]
+        self._run(part)
+        self.under_way = part.under_way
         self.flow.cut()
         self.window += 1
 
-    @property
-    def part(self) -> Part:
-        """Of the window that is next."""
-        return self.runs.part(self.window, WINDOWS)[self.rank]
+    def steady(self) -> None:
+        """Some windows from the beginning on, until one is like the one before."""
+        self.begin()
+        for _ in range(6):
+            self.next()
 
     def _run(self, part: Part) -> None:
         self.log.clear()
         segment = self.flow.segment(part, record=False, name=False)
         segment.enter({(number, 0): cast(Any, float(number)) for number in range(-9, 9)})
         segment.run_all()
-
-    @property
-    def did(self) -> str:
-        return ", ".join(self.log)
 
 
 OF_FIRST = (
@@ -108,10 +102,8 @@ those of this one."""
 def test_receives_are_posted_as_early_as_can_be(rank: int, expected: tuple[str, ...]) -> None:
     """From the second run of a part on."""
     playing = Playing(rank)
-    playing.begin()
-    for _ in range(6):
-        playing.next()
-    assert playing.did == ", ".join(expected)
+    playing.steady()
+    assert playing.log == [*expected]
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, OF_FIRST), (1, OF_LAST)])
@@ -120,46 +112,39 @@ def test_receives_are_posted_an_operation_before_they_are_needed(
 ) -> None:
     """If that is wanted, and none behind the end."""
     playing = Playing(rank, receive_ahead=1)
-    playing.begin()
-    for _ in range(6):
-        playing.next()
+    playing.steady()
     kept = [line for line in expected if "posted" not in line]
     before = ("0F1=1", "0F2=2") if rank == 0 else ("1I0=0",)
     for line in before:
         kept.insert(kept.index(line), f"from {1 - rank} posted")
-    assert playing.did == ", ".join(kept)
+    assert playing.log == kept
 
 
 def test_what_a_pause_has_received_is_not_received_again() -> None:
     """Nor is a receive posted ahead in the window behind it; the one after is as ever."""
     playing = Playing(1)
-    playing.begin()
-    for _ in range(6):
-        under_way = playing.part.under_way
-        playing.next()
+    playing.steady()
     playing.log.clear()
-    playing.flow.pause(under_way)
-    assert playing.did == "from 0, to 0 set aside"
+    playing.flow.pause(playing.under_way)
+    assert playing.log == ["from 0", "to 0 set aside"]
     assert len(playing.flow.inbox) == 1
     playing.flow.go_on()
-    assert playing.did.endswith("to 0 set aside, to 0 taken back 1")
+    assert playing.log[-1] == "to 0 taken back 1"
     playing.next()
     without = [line for line in OF_LAST if "posted" not in line]
     without.remove("from 0")
-    assert playing.did == ", ".join(without)
+    assert playing.log == without
     playing.next()
-    assert playing.did == ", ".join(OF_LAST)
+    assert playing.log == [*OF_LAST]
 
 
 def test_a_beginning_forgets_what_was_in_flight() -> None:
     """As where a run goes back to a checkpoint after a pause."""
     playing = Playing(1)
-    playing.begin()
-    for _ in range(6):
-        under_way = playing.part.under_way
-        playing.next()
-    playing.flow.pause(under_way)
+    playing.steady()
+    playing.flow.pause(playing.under_way)
     assert playing.flow.inbox
     playing.begin()
+    playing.flow.go_on()
     assert not playing.flow.inbox
-    assert playing.did == "from 0 expect 0F0 []"
+    assert playing.log == ["from 0 expect 0F0 []"], "nothing is taken back"

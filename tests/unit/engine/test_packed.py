@@ -1,4 +1,4 @@
-"""Several tensors in one message: each arrives with its shape, its type and its bits."""
+"""Several tensors in one message: each arrives with its shape, its type and its values."""
 
 from __future__ import annotations
 
