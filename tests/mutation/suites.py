@@ -62,6 +62,7 @@ SUITES: dict[str, Groups] = {
         (f"{ENGINE}stage.py", f"{ENGINE}stage_loss.py", f"{ENGINE}stage_recompute.py"),
         (f"{ENGINE}stage_slices.py", f"{MODEL}activations_kept.py", f"{MODEL}slices_kept.py"),
         FAULTLESS,
+        WINDOWS,
     ),
     "engine/channels.py": (
         (f"{ENGINE}channels.py",),
@@ -78,7 +79,13 @@ SUITES: dict[str, Groups] = {
     ),
     "engine/names.py": ((f"{ENGINE}names.py",),),
     "engine/packed.py": ((f"{ENGINE}packed.py",), (f"{DIST}own_family.py",), FAULTLESS),
-    "engine/pipeline.py": (EXECUTED, FAULTLESS, (f"{DIST}eager_reductions.py",), WINDOWS),
+    "engine/pipeline.py": (
+        EXECUTED,
+        FAULTLESS,
+        (f"{DIST}eager_reductions.py", f"{DIST}own_family.py", f"{DIST}post_validation.py"),
+        WINDOWS,
+        ON_A_DEVICE,
+    ),
     "engine/receives.py": ((f"{ENGINE}receives.py",), FAULTLESS),
     "engine/recorder.py": (
         (f"{ENGINE}recorder.py", f"{ENGINE}executor_pieces.py"),
@@ -120,7 +127,12 @@ SUITES: dict[str, Groups] = {
         ("tests/unit/generate/test_generator.py",),
     ),
     "layers/lora.py": ((f"{MODEL}lora.py",), (f"{DIST}lora.py",)),
-    "layers/parameter.py": ((f"{LAYER_UNITS}parameter.py",), LAYERS, FAULTLESS),
+    "layers/parameter.py": (
+        (f"{LAYER_UNITS}parameter.py",),
+        LAYERS,
+        FAULTLESS,
+        (f"{DIST}own_models.py",),
+    ),
     "layers/rng.py": ((f"{LAYER_UNITS}rng.py",), FAULTLESS),
     "layers/weight_grad.py": ((f"{LAYER_UNITS}weight_grad.py",), EXECUTED, LAYERS),
     "layers/offload.py": (
