@@ -82,7 +82,7 @@ SUITES: dict[str, Groups] = {
     "engine/pipeline.py": (
         EXECUTED,
         FAULTLESS,
-        (f"{DIST}eager_reductions.py", f"{DIST}own_family.py", f"{DIST}post_validation.py"),
+        (f"{DIST}eager_reductions.py", f"{DIST}step_library.py", f"{DIST}post_validation.py"),
         WINDOWS,
         ON_A_DEVICE,
     ),
