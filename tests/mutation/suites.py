@@ -62,6 +62,7 @@ SUITES: dict[str, Groups] = {
         (f"{ENGINE}stage.py", f"{ENGINE}stage_loss.py", f"{ENGINE}stage_recompute.py"),
         (f"{ENGINE}stage_slices.py", f"{MODEL}activations_kept.py", f"{MODEL}slices_kept.py"),
         FAULTLESS,
+        (f"{DIST}own_models.py",),
         WINDOWS,
     ),
     "engine/channels.py": (
@@ -158,7 +159,7 @@ SUITES: dict[str, Groups] = {
         PARITY,
     ),
     "layers/embedding.py": (
-        LAYERS,
+        (f"{LAYER_UNITS}embedding.py", *LAYERS),
         (f"{DIST}narrow_types.py", "tests/unit/generate/test_generator.py"),
         (f"{DIST}activations.py",),
         FAULTLESS,

@@ -232,6 +232,7 @@ class Seen:
     values: list[float] = field(default_factory=list)
     under_way: list[int] = field(default_factory=list)
     posted: list[int] = field(default_factory=list)
+    headers: list[int] = field(default_factory=list)
     filled: list[bool] = field(default_factory=list)
     let_go: list[bool] = field(default_factory=list)
     caught: list[str] = field(default_factory=list)
@@ -306,6 +307,27 @@ def receives_ahead(mesh: ParallelMesh, seen: Seen) -> None:
             seen.posted.append(len(watched.posted))
 
 
+def headers_ahead(mesh: ParallelMesh, seen: Seen) -> None:
+    """In debug mode that of a message is, and the message itself is received when it is needed."""
+    channels = connect(mesh, debug=True)
+    if mesh.rank == 0:
+        for message in FORWARD[:2]:
+            channels.outgoing[1].send(message, tensor_of(message))
+        channels.outgoing[1].finish()
+    else:
+        line = channels.incoming[0]
+        watched = line.group = Watched(line.group)
+        line.post()
+        seen.headers.append(len(watched.posted))
+        line.expect(expected(FORWARD[:2]))
+        for _ in range(2):
+            for _ in range(2):
+                line.post()
+                seen.headers.append(len(watched.posted))
+            line.receive()
+            seen.headers.append(len(watched.posted))
+
+
 def tensors_with_gaps(mesh: ParallelMesh, seen: Seen) -> None:
     """They arrive whole."""
     for debug in (False, True):
@@ -369,6 +391,7 @@ def visit(world: World) -> Seen:
     mesh, seen = world.mesh(Grid(pp=2)), Seen()
     order(mesh, seen)
     receives_ahead(mesh, seen)
+    headers_ahead(mesh, seen)
     tensors_with_gaps(mesh, seen)
     buffers_are_nan(mesh, seen)
     wrong_messages(mesh, seen)
@@ -392,6 +415,7 @@ def test_acknowledged_sends_are_let_go_at_once_and_the_rest_at_the_end(ranks: li
 
 def test_a_receive_is_posted_once_ahead_or_when_it_is_needed(ranks: list[Seen]) -> None:
     assert ranks[1].posted == [0, 1, 2, 2, 3, 4, 4]
+    assert ranks[1].headers == [0, 1, 1, 2, 3, 3, 4]
 
 
 def test_debug_fills_buffers_with_nan(ranks: list[Seen]) -> None:
