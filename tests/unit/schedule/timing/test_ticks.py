@@ -23,6 +23,7 @@ from megapipe.schedule.timing.ticks import (
     differences,
     kept,
     later,
+    listed,
     per_unit,
     room,
     signs,
@@ -84,6 +85,13 @@ def test_rows_are_added_and_compared_without_a_carry(given, less):
 def test_numbers_take_the_limbs_of_the_largest(largest, limbs):
     assert width(largest) == limbs
     assert isinstance(room(0, 3, largest), array) == (limbs == 1)
+
+
+@pytest.mark.parametrize("numbers", [np.arange(3), np.array([0.5, 2.0])])
+def test_numbers_of_64_bits_are_listed_in_little_memory(numbers):
+    found = listed(numbers)
+    assert isinstance(found, array)
+    assert [*found] == numbers.tolist()
 
 
 @pytest.mark.parametrize("largest", [1.0, 2**63 - 1, 2**79])
