@@ -59,7 +59,11 @@ def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         assert time.monotonic() < until
         time.sleep(0.02)
     yield started
-    for process in started:
+    kill(started)
+
+
+def kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
         process.kill()
         process.wait()
 
@@ -95,8 +99,7 @@ def test_a_stopped_rank_is_killed(tmp_path: Path, ranks: list[subprocess.Popen[b
 
 
 def test_a_rank_that_is_gone(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
-    ranks[1].kill()
-    ranks[1].wait()
+    kill(ranks[1:])
     verdict, report = watch(tmp_path, limit_s=600.0)
     assert ranks[0].wait(5) == 0
     assert verdict.startswith("rank 0 lost contact with rank 1 (process ")
@@ -108,9 +111,7 @@ def test_ranks_that_are_gone_when_it_begins(
     tmp_path: Path, ranks: list[subprocess.Popen[bytes]]
 ) -> None:
     """Another node's monitor hears of them."""
-    for process in ranks:
-        process.kill()
-        process.wait()
+    kill(ranks)
     listens = socket.create_server(("127.0.0.1", 0))
     address = listens.getsockname()
     hub = Hub(listens.detach(), "word")
@@ -124,9 +125,7 @@ def test_the_one_that_decides_waits_for_who_has_not_reached_it_yet(
     comes: bool, tmp_path: Path, ranks: list[subprocess.Popen[bytes]]
 ) -> None:
     """Its ranks are gone before that; else nobody would know. It does not wait for ever."""
-    for process in ranks:
-        process.kill()
-        process.wait()
+    kill(ranks)
     listens = socket.create_server(("127.0.0.1", 0))
     address = listens.getsockname()
     given = settings(tmp_path, 600.0, starter=-1)
