@@ -37,6 +37,7 @@ SUITES: dict[str, Groups] = {
     "schedule/proof/lists.py": (
         (f"{PROOF}validate.py",),
         (f"{GENERATORS}generators.py", f"{GENERATORS}sequence.py", f"{GENERATORS}recompute.py"),
+        STREAMS,
     ),
     "schedule/wavefront.py": (
         (f"{TIMING}simulate.py", f"{TIMING}ticks.py", f"{PROOF}validate.py"),

@@ -124,6 +124,8 @@ def test_what_nobody_consumes_is_noticed() -> None:
     executor = Executor(program, stages, channels, shape=scalar, train=True)
     with pytest.raises(AssertionError, match=r"never consumed: .*stage=0, microbatch=0"):
         executor.run(microbatches)
+    with pytest.raises(AssertionError, match=r"never consumed: .*stage=0, microbatch=0"):
+        run_together([executor], microbatches)
 
 
 def test_programs_that_wait_for_each_other_are_noticed() -> None:

@@ -12,12 +12,21 @@ import torch
 
 from megapipe.engine import recorder
 from megapipe.engine.executor import run_together
-from megapipe.engine.recorder import Event, Record, Recorder, measured_cost, timeline
+from megapipe.engine.recorder import (
+    Event,
+    Record,
+    Recorder,
+    measured_cost,
+    stream_timeline,
+    timeline,
+)
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build, forward_only, names
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.placement import loop
+from megapipe.schedule.streams.excerpt import Excerpt, excerpt
+from megapipe.schedule.streams.load import load_stream
 from megapipe.schedule.timing.idle import idle
 from megapipe.schedule.timing.simulate import Timeline, simulate
 from tests.unit.engine.fake_stages import fake_executors, microbatches_of
@@ -137,6 +146,46 @@ def test_ranks_of_another_host_are_aligned_by_the_earliest() -> None:
     assert measured.starts == ([0.0, 4.0], [1.0, 3.0], [2.0, 2.5])
     assert measured.ends == ([1.0, 5.0], [2.0, 4.0], [2.5, 3.0])
     assert measured.makespan == 5.0
+
+
+def windows() -> tuple[Excerpt, list[Record]]:
+    """Three windows of a stream, and what recorders would have seen of them: micro-batches count
+    from the window in which an operation ran."""
+    stream = load_stream("1f1b", "double_buffer", ranks=3, microbatches=4)
+    cut = excerpt(stream, 1000, 499, 501)
+    predicted = cut.simulated(Cost(F=3, I=2, W=2, update=1))
+    records = []
+    for rank, alive in enumerate(cut.in_flight):
+        each = zip(
+            cut.schedule.rank_ops(rank), predicted.starts[rank], predicted.ends[rank], strict=True
+        )
+        events = [
+            Event(op._replace(microbatch=op.microbatch % 4), float(start), float(end))
+            for op, start, end in list(each)[alive:]
+        ]
+        records.append(Record("here", 0.0, events))
+    return cut, records
+
+
+def test_windows_of_a_stream_that_ran() -> None:
+    """With the forwards that were in flight, at the beginning."""
+    cut, records = windows()
+    predicted = cut.simulated(Cost(F=3, I=2, W=2, update=1))
+    measured = stream_timeline(cut, records, [0, 0, 0])
+    first = min(float(starts[0]) for starts in predicted.starts)
+    for rank, alive in enumerate(cut.in_flight):
+        starts = [float(start) - first for start in predicted.starts[rank]]
+        assert list(measured.starts[rank])[alive:] == starts[alive:]
+
+
+@pytest.mark.parametrize("change", [{"microbatch": 3}, {"stage": 2}], ids=str)
+def test_another_order_in_a_stream_is_named(change: dict[str, int]) -> None:
+    cut, records = windows()
+    event = records[0].events[5]
+    assert all(getattr(event.op, name) != value for name, value in change.items())
+    records[0].events[5] = event._replace(op=event.op._replace(**change))
+    with pytest.raises(ScheduleError, match=r"rank 0: op .* of its list is .* ran"):
+        stream_timeline(cut, records, [0, 0, 0])
 
 
 def test_another_order_or_a_missing_operation_is_named() -> None:
