@@ -196,7 +196,7 @@ SUITES: dict[str, Groups] = {
     ),
     "optim/versions.py": ((f"{OPTIM}versions.py",), (f"{DIST}stream_faults.py",), WINDOWS),
     "optim/shard.py": (
-        (f"{OPTIM}optimizer.py", f"{OPTIM}buffers.py", f"{OPTIM}reduction.py"),
+        (f"{OPTIM}shard.py", f"{OPTIM}optimizer.py", f"{OPTIM}buffers.py", f"{OPTIM}reduction.py"),
         (f"{DIST}zero_step.py", f"{DIST}zero.py"),
         PARITY,
     ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+import torch
 
 from megapipe.engine.flow import Flow
+from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.streams.load import load_stream
 from megapipe.schedule.streams.programs import Part, Runs
 from megapipe.watch.journal import Journal
@@ -136,6 +138,16 @@ def test_what_a_pause_has_received_is_not_received_again() -> None:
     assert playing.log == without
     playing.next()
     assert playing.log == [*OF_LAST]
+
+
+def test_what_waits_is_counted_from_the_next_window_at_a_cut() -> None:
+    """It may wait for more than one."""
+    flow = Playing(1).flow
+    waiting = torch.tensor(7.0)
+    flow.inbox[Op(Kind.F, 0, 5)] = waiting
+    for number in (5, 3, 1):
+        assert flow.inbox == {Op(Kind.F, 0, number): waiting}
+        flow.cut()
 
 
 def test_a_beginning_forgets_what_was_in_flight() -> None:

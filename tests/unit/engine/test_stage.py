@@ -75,6 +75,26 @@ def test_evaluation_builds_no_graph_and_has_no_dropout() -> None:
     assert not any(grad.any() for grad in bucket.grads)
 
 
+@pytest.mark.parametrize("back", [None, 2])
+def test_what_is_set_aside_goes_on_where_it_was(back: int | None) -> None:
+    """By the same numbers, or those of a window later."""
+    stage, bucket = new_stage(CONFIG.model, PARAMS)
+    stage.forward((3, 0), None, MB)
+    kept = stage.set_aside()
+    with pytest.raises(KeyError):
+        stage.input_grad((3, 0), None)
+    if back is None:
+        stage.take_back(kept)
+    else:
+        stage.take_back(kept, back=back)
+    number = 3 - (back or 0)
+    assert [*stage.loss_sums] == [(number, 0)]
+    stage.input_grad((number, 0), None)
+    stage.weight_grad((number, 0))
+    _, grads = reference.loss_and_grads(PARAMS, CONFIG.model, (TOKENS, LABELS, MASK))
+    reference.assert_grads_close(main_grads([bucket]), grads)
+
+
 def test_beginning_forgets_an_unfinished_step() -> None:
     stage, _ = new_stage(CONFIG.model, PARAMS)
     stage.forward((0, 0), None, MB)
