@@ -7,7 +7,8 @@ stacks, and gives the verdict to the ranks, which end by it; those that cannot a
 the first step it does so where a rank is lost, whoever waits. Of several nodes one monitor decides,
 to which the others tell what they see (:mod:`megapipe.watch.nodes`).
 
-It ends when its ranks have ended. Signals that a terminal or a launcher sends to all are not for
+It ends when its ranks have ended; where these are gone and no other node has reached it yet, some
+seconds later. Signals that a terminal or a launcher sends to all are not for
 it.
 """
 
@@ -154,9 +155,9 @@ class Monitor:
             return os.getppid() == self._settings.starter
         if not all(rank.ended for rank in self._ranks.values()):
             return True
-        told = self._hub is None or self._hub.was_asked
-        gone = any(rank.gone for rank in self._ranks.values())
-        return gone and not told and self._alone_s < UNASKED_S
+        if self._hub is None or self._hub.was_asked or self._alone_s >= UNASKED_S:
+            return False
+        return any(rank.gone for rank in self._ranks.values())
 
     def _look(self, seconds: float) -> None:
         for name in os.listdir(self._folder):
@@ -166,7 +167,7 @@ class Monitor:
         for looked_after in (*self._ranks.values(), self._hub, self._spoke):
             if looked_after is not None:
                 looked_after.look(seconds)
-        if all(rank.ended for rank in self._ranks.values()):
+        if self._ranks and all(rank.ended for rank in self._ranks.values()):
             self._alone_s += seconds
 
     def _verdict(self) -> str | None:

@@ -67,7 +67,8 @@ class Hub:
     @property
     def was_asked(self) -> bool:
         """Whether any other monitor has been heard so far."""
-        return bool(self._told)
+        with self._lock:
+            return bool(self._told)
 
     def await_all(self) -> None:
         """Wait until all have heard the verdict, for as long as they are there to hear."""

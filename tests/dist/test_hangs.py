@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.hanging import TIMEOUT_S, Fault, Hang, run_hanging, write_script
+from tests.parity.hanging import TIMEOUT_S, Fault, Hang, run_hanging, write_callbacks
 from tests.parity.jobs import ENDLESS, ROOT, Job, arguments, tiny
 from tests.parity.launches import run_forked
 
@@ -95,14 +95,26 @@ def test_without_a_watchdog_communication_notices(tmp_path: Path) -> None:
     assert not (tmp_path / "runs/run/hangs").exists()
 
 
+WITH_CALLBACKS = """
+import sys
+sys.path.insert(0, {root!r})
+from megapipe.train.main import main
+from tests.parity.launch_with import add_callbacks
+add_callbacks({callbacks!r})
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_a_killed_rank_whose_connections_stay_open(tmp_path: Path) -> None:
     """Nobody has to wait for the time-out, and torchrun's request to stop does not keep it up."""
     fault = Fault(1, "die", action=3, seconds=15.0)
     given = arguments({**tiny(tmp_path), **ENDLESS, "parallel.tp": "2", "parallel.timeout_s": "60"})
-    script = str(write_script(tmp_path, fault))
+    script = tmp_path / "with_fault.py"
+    callbacks = str(write_callbacks(tmp_path, fault))
+    script.write_text(WITH_CALLBACKS.format(root=str(ROOT), callbacks=callbacks))
     with Job(tmp_path) as job:
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        job.start([*run, script, *given])
+        job.start([*run, str(script), *given])
         outcome = job.end(left_behind_s=15.0)
     outcome.assert_one_line(-9, "rank 0 lost contact with rank 1 (", "ended without a word")
     assert outcome.seconds < 40.0

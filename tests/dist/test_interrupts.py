@@ -25,6 +25,7 @@ from tests.parity.jobs import (
 )
 from tests.parity.launches import run_forked
 from tests.parity.marks import in_parts
+from tests.unit.data.data_cases import train_bpe
 
 pytestmark = pytest.mark.full
 
@@ -325,8 +326,10 @@ def test_a_scheduler_stops_a_job_that_is_set_up(place: str, tmp_path: Path) -> N
 
 
 def test_a_scheduler_stops_a_rank_that_tokenizes(tmp_path: Path) -> None:
-    """With processes of its own, which end with it."""
-    given = {**tiny(tmp_path), "train.stop_after": "1", "data.workers": "2"}
+    """With processes of its own, which end with it; alone they would take many seconds."""
+    tokenizer = tmp_path / "bpe.json"
+    train_bpe(["</s>"]).save(str(tokenizer))
+    given = {**tiny(tmp_path), "data.tokenizer": str(tokenizer), "data.workers": "2"}
     texts = tmp_path / "long.jsonl"
     row = json.dumps({"text": (tmp_path / "corpus.txt").read_text()}) + "\n"
     texts.write_text(row * 3000)

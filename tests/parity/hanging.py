@@ -8,14 +8,13 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.parity.jobs import ENDLESS, ROOT, Job, Outcome, arguments, free_port, tiny
+from tests.parity.jobs import ENDLESS, Job, Outcome, arguments, free_port, tiny
 from tests.parity.launch_with import launched_with
 
 TIMEOUT_S = 6
-SCRIPT = """
-import ctypes, functools, itertools, json, os, signal, sys, time
+CALLBACKS = """
+import ctypes, itertools, json, os, signal, time
 from pathlib import Path
-sys.path.insert(0, {root!r})
 from megapipe.engine import channels
 from megapipe.engine.executor import Executor
 from megapipe.train.callbacks import Callback
@@ -89,11 +88,6 @@ class Hook(Callback):
         self.at("before_save", step)
 
 callbacks = [Hook()]
-if __name__ == "__main__":
-    from megapipe.train import job
-    from megapipe.train.main import main
-    job.start = functools.partial(job.start, callbacks=callbacks)
-    sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -125,15 +119,13 @@ class Hang:
     """From the fault to the moment at which a monitor has noticed, by its own report."""
 
 
-def write_script(folder: Path, fault: Fault) -> Path:
-    """A file of callbacks, with a fault that comes once; run as a script it trains with them."""
+def write_callbacks(folder: Path, fault: Fault) -> Path:
+    """A file of callbacks with a fault that comes once."""
     mark = folder / "fault"
     mark.touch()
-    script = folder / "hanging.py"
-    script.write_text(
-        SCRIPT.format(root=str(ROOT), mark=str(mark), fault=json.dumps(asdict(fault)))
-    )
-    return script
+    path = folder / "hanging.py"
+    path.write_text(CALLBACKS.format(mark=str(mark), fault=json.dumps(asdict(fault))))
+    return path
 
 
 def run_hanging(
@@ -141,13 +133,13 @@ def run_hanging(
 ) -> Hang:
     """A job that is launched with `options`, on as many `nodes` of `world` ranks, to its end; the
     fault comes once."""
-    script = write_script(folder, fault)
+    callbacks = write_callbacks(folder, fault)
     given = {**tiny(folder), **ENDLESS, "parallel.timeout_s": str(TIMEOUT_S)}
     given |= {"train.validate_every": "3", "checkpoint.every": "3", **settings}
     port = free_port()
     meet = ["--nnodes", str(nodes), "--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{port}"]
     launch = ["--nproc", str(world), *(meet if nodes > 1 else []), *options, "train.py"]
-    command = launched_with(script, *launch, *arguments(given))
+    command = launched_with(callbacks, *launch, *arguments(given))
     with Job(folder) as job:
         for node in range(nodes):
             job.start(command, {"TEST_NODE": f"node{node}"})

@@ -24,7 +24,8 @@ def launched_with(file: Path, *arguments: str) -> list[str]:
     return [str(Path(__file__).relative_to(ROOT)), str(file), *arguments]
 
 
-def _add_callbacks(file: str) -> None:
+def add_callbacks(file: str) -> None:
+    """Have runs of this process, and of its forks, run FILE and use its callbacks."""
     start = job.start
 
     def start_with(*args: Any, **given: Any) -> int:
@@ -34,5 +35,5 @@ def _add_callbacks(file: str) -> None:
 
 
 if __name__ == "__main__":
-    _add_callbacks(sys.argv[1])
+    add_callbacks(sys.argv[1])
     sys.exit(main(sys.argv[2:]))
