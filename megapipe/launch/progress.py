@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,3 +86,9 @@ def told(environ: MutableMapping[str, str]) -> Path | None:
     told."""
     name = environ.pop(ENVIRONMENT, None)
     return Path(name) if name else None
+
+
+def is_again(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has started the job before."""
+    name = environ.get(ENVIRONMENT)
+    return name is not None and read_request(Path(name)).before >= 0

@@ -15,7 +15,7 @@ from megapipe.config import Config
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.environment import set_environment
 from megapipe.errors import MegapipeError
-from megapipe.launch import devices, rendezvous
+from megapipe.launch import devices, progress, rendezvous
 from megapipe.launch.affinity import bind_near
 from megapipe.launch.listening import listen_beside
 from megapipe.launch.open_files import allow_connections
@@ -90,7 +90,7 @@ def start(
     from megapipe.distributed.mesh import Grid, ParallelMesh
     from megapipe.observe.out_of_memory import is_out_of_memory, out_of_memory, remember_allocations
     from megapipe.train import slice_times
-    from megapipe.train.resume import Finished
+    from megapipe.train.source import Finished, check_load
     from megapipe.train.trainer import Trainer
 
     if config.run.deterministic:
@@ -137,6 +137,10 @@ def start(
         if device.type == "cuda":
             torch.cuda.set_device(device)
             bind_near(devices.pci_address(device))
+        # one rank for all: whoever else is a group further already ends with it
+        if info.rank == 0 and not progress.is_again(os.environ):
+            journal.does(text("looking at checkpoint.load"))
+            check_load(config)
         if config.log.memory_history:
             remember_allocations(device)
         timeout += WATCHED_S * watched

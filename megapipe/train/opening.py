@@ -14,7 +14,7 @@ from megapipe.layout.checks import shortened
 from megapipe.plan.report import met_by_a_token
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.changes import Changes
-from megapipe.train.resume import Source
+from megapipe.train.source import Source
 from megapipe.words import counted
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,36 +22,14 @@ from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.train import checkpoint_io
 from megapipe.train.checkpoint_io import Weights
-from megapipe.train.located import located
 from megapipe.train.memory_copies import MemoryCopies, run_of
-from megapipe.train.run_folder import patience_s, runs_elsewhere
-from megapipe.train.upcycle import Upcycled, without_source
+from megapipe.train.run_folder import patience_s
+from megapipe.train.source import Source, of_load, told_in
+from megapipe.train.upcycle import without_source
 from megapipe.urls import is_remote
 
 if TYPE_CHECKING:
     from megapipe.train.step import TrainStep
-
-
-class Finished(Exception):
-    """The run has reached its end, so there is nothing to do; the text says how to train on."""
-
-
-@dataclass
-class Source:
-    """The start of a run: a checkpoint, of its own or another's, or nothing."""
-
-    checkpoint: Checkpoint | None = None
-    """None: initial weights."""
-    is_own: bool = False
-    """The checkpoint is of this very run."""
-    weights: Weights | None = None
-    """Of which nothing but the weights is taken; then there is no `checkpoint`."""
-    skipped: list[str] = field(default_factory=list)
-    """Why newer checkpoints were passed over."""
-    failed: list[Place] = field(default_factory=list)
-    """Checkpoints from which starts have failed."""
-    in_memory: bool = False
-    """The checkpoint is a copy in the memory of the nodes."""
 
 
 def choose(
@@ -112,7 +89,7 @@ def choose(
         try:
             _begin_from(config, source, mesh)
         except (CheckpointError, ConfigError) as error:
-            raise type(error)(f"checkpoint.load: {error}") from None
+            raise of_load(error) from None
     else:
         source.weights = found.weights
     return source
@@ -158,41 +135,35 @@ def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
     text, error = "", None
     if mesh.rank == 0:
         try:
-            runs = runs_elsewhere(config) or Path(config.run.folder)
-            name = str(config.checkpoint.load)
-            text = " ".join(map(str, located(name, runs, patience_s=patience_s(config))))
+            text = " ".join(map(str, told_in(config)))
         except MegapipeError as raised:
             error = raised
     all_or_none(mesh, error)
     kind, _, name = mesh.share(text).partition(" ")
     if kind == "hugging_face":
-        source.weights = _opened(Path(name), mesh)
+        source.take(_opened(Path(name), mesh), config)
     else:
-        _take(kind, placed(name, config, mesh), config, source, mesh)
-    if config.checkpoint.upcycle:
-        weights = source.weights or source.checkpoint
-        assert weights is not None
-        source.weights, source.checkpoint = Upcycled.of(weights, config), None
+        source.take(_intact(kind, placed(name, config, mesh), config, source, mesh), config)
 
 
-def _take(kind: str, path: Place, config: Config, source: Source, mesh: ParallelMesh) -> None:
-    """Set the checkpoint at `path`, or of the run there, as the start of a run."""
+def _intact(
+    kind: str, path: Place, config: Config, source: Source, mesh: ParallelMesh
+) -> Checkpoint:
+    """The checkpoint at `path`, or the newest of the run there; `source` is told what was passed
+    over."""
     if kind == "checkpoint":
         checkpoint, problem = verified(path, mesh)
         if checkpoint is None:
             raise CheckpointError(problem)
-    else:
-        found = newest_intact(path, mesh)
-        source.skipped += found.skipped
-        checkpoint = found.checkpoint or found.weights
-        if config.checkpoint.load_only == "weights":
-            checkpoint = found.weights or found.checkpoint
-        if checkpoint is None:
-            raise CheckpointError(f"{path}: no checkpoint is intact: {'; '.join(found.skipped)}")
-    if config.checkpoint.load_only == "all" and checkpoint.has_state:
-        source.checkpoint = checkpoint
-    else:
-        source.weights = checkpoint
+        return checkpoint
+    found = newest_intact(path, mesh)
+    source.skipped += found.skipped
+    checkpoint = found.checkpoint or found.weights
+    if config.checkpoint.load_only == "weights":
+        checkpoint = found.weights or found.checkpoint
+    if checkpoint is None:
+        raise CheckpointError(f"{path}: no checkpoint is intact: {'; '.join(found.skipped)}")
+    return checkpoint
 
 
 def placed(name: Path | str, config: Config, mesh: ParallelMesh) -> Place:
@@ -220,15 +191,6 @@ def find_weights(name: str, mesh: ParallelMesh) -> Weights:
     return source.weights
 
 
-def check_adapters(source: Source, config: Config) -> None:
-    """Raise :class:`ConfigError` where adapters would be trained beside random weights."""
-    if config.lora.rank is not None and source.checkpoint is None and source.weights is None:
-        raise ConfigError(
-            f"lora.rank={config.lora.rank} trains adapters beside weights that stay as they are: "
-            "expected checkpoint.load=FOLDER (and checkpoint.load_only=weights), or lora.rank=null"
-        )
-
-
 def find(name: Path | str, config: Config, mesh: ParallelMesh) -> Checkpoint:
     """The checkpoint at a path or URL, or the newest of those in it; it must be intact.
 
@@ -243,30 +205,6 @@ def find(name: Path | str, config: Config, mesh: ParallelMesh) -> Checkpoint:
     if checkpoint is None:
         raise CheckpointError(problem)
     return checkpoint
-
-
-def check_end(source: Source, config: Config) -> None:
-    """Raise :class:`Finished` where the run has reached its end, :class:`ConfigError` where the
-    checkpoint lies beyond it."""
-    if source.checkpoint is None:
-        return
-    train, step, path = config.train, source.checkpoint.step, source.checkpoint.path
-    if step > train.steps or (step >= train.last_step and not source.is_own):
-        key = "stop_after" if train.steps > step else "steps"
-        raise ConfigError(
-            f"{path} is of step {step}, where train.{key}={train.last_step} leaves nothing to do; "
-            "expected more, or another run.name to begin anew"
-        )
-    if step == train.steps:
-        raise Finished(
-            f"{path} is of the last of {train.steps} steps: the run is finished; to train on raise "
-            "train.steps, to begin anew choose another run.name"
-        )
-    if step >= train.last_step:
-        raise Finished(
-            f"{path} is of step {step} of {train.steps}, and train.stop_after={train.stop_after}: "
-            "to train on raise it, or set null"
-        )
 
 
 def load(

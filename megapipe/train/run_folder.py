@@ -88,6 +88,12 @@ def runs_elsewhere(config: Config) -> Place | None:
     return place_of(url, what="checkpoint.folder", patience_s=patience_s(config))
 
 
+def own_checkpoints(config: Config) -> Place:
+    """Where the checkpoints of the run are, or will be. Raises as :func:`runs_elsewhere`."""
+    runs, name = runs_elsewhere(config), config.run.name
+    return Path(config.run.folder) / name / OF_A_RUN if runs is None else runs / name
+
+
 def patience_s(config: Config) -> float:
     """Seconds until a request to a store is given up: so few that a save or a load fails by an
     error of its own before the other ranks give up the one that waits."""

@@ -20,7 +20,7 @@ from megapipe.launch import memory_folder, progress
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
-from megapipe.train import changes, run_folder
+from megapipe.train import run_folder
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.copy_check import CopyCheck
 from megapipe.train.callbacks.copying import Copying
@@ -35,15 +35,15 @@ from megapipe.train.callbacks.stragglers import StragglerWatch
 from megapipe.train.callbacks.telling import Telling
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
-from megapipe.train.changes import Change, Changes
 from megapipe.train.corpus import change_of_corpus, on_all, past_of, prepare_on_all
 from megapipe.train.garbage import Garbage
 from megapipe.train.judge import Unsound
 from megapipe.train.kernels import agreed_kernels
 from megapipe.train.memory_copies import memory_copies
 from megapipe.train.opening import opening
-from megapipe.train.resume import check_adapters, check_end, choose, load, load_weights
+from megapipe.train.resume import choose, load, load_weights
 from megapipe.train.rewinding import Rewinding
+from megapipe.train.source import changes_since, check_adapters, check_end
 from megapipe.train.step import Position, TrainStep
 from megapipe.train.totals import Wishes
 
@@ -111,11 +111,11 @@ class Trainer:
             self._telling.chosen(self.first_step)
         check_end(self.source, config)
         check_adapters(self.source, config)
-        self._changes(corpus=None)
+        changes_since(self.source, config)
         kernels = agreed_kernels(config, layout, mesh, layout.schedule)
         corpus = prepare_on_all(config, tokenizer, mesh, local_rank=local_rank)
         changed = change_of_corpus(self.source.checkpoint, corpus, config.data)
-        self.changes = self._changes(changed)
+        self.changes = changes_since(self.source, config, changed)
         left_out = LeftOut.of(config.numbers.skip_samples)
         past = past_of(self.source.checkpoint, anew=self.changes.data_anew, left_out=left_out)
         self.training, held_out = on_all(
@@ -202,15 +202,6 @@ class Trainer:
             ),
             callbacks=self.callbacks,
         )
-
-    def _changes(self, corpus: Change | None) -> Changes:
-        """Changes since the checkpoint; raises for what cannot go on."""
-        checkpoint, weights = self.source.checkpoint, self.source.weights
-        if weights is not None:
-            changes.check_weights(weights.path, weights.config, self.config)
-        if checkpoint is None:
-            return Changes()
-        return changes.check(checkpoint, self.config, own=self.source.is_own, corpus=corpus)
 
     def run(self) -> None:
         """Train to ``train.stop_after`` or the end. Raises :class:`Preempted`, once all is saved

@@ -80,6 +80,8 @@ def assert_reported(bad: Bad, outcome: Outcome, folder: Path) -> None:
     outcome.assert_one_line(bad.code, *bad.words)
     assert "Traceback" not in outcome.text
     assert not (folder / "canary").exists(), "what was read has run a command"
+    if bad.before_groups:
+        assert not (folder / "runs").exists(), "the folder of the run is made once there are groups"
     if not bad.late:
         assert len(outcome.text.splitlines()) == 1, outcome.text
         assert not (folder / "cache").exists(), "a corpus was prepared for nothing"

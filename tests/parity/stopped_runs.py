@@ -26,7 +26,7 @@ from megapipe.observe.record import ValidationRecord
 from megapipe.testing import World, run_world
 from megapipe.train.callbacks import Callback, Run, Step
 from megapipe.train.callbacks.saving import Clock
-from megapipe.train.resume import Finished
+from megapipe.train.source import Finished
 from megapipe.train.trainer import Trainer
 from tests.parity.jobs import arguments, tiny
 from tests.parity.ranks import local_copies

@@ -31,7 +31,7 @@ from megapipe.train import run_folder
 from megapipe.train.changes import Changes
 from megapipe.train.main import train
 from megapipe.train.opening import opening
-from megapipe.train.resume import Source
+from megapipe.train.source import Source
 from tests.parity.jobs import ENDLESS, Job, arguments, tiny
 from tests.parity.launches import run_forked
 from tests.parity.sockets import EVERYWHERE, listening

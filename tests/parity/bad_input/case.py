@@ -17,7 +17,8 @@ class Bad:
 
     `prepare` changes the folder, a copy of what `make_folder` makes. `places` and `environ` are
     variables of the ranks, `privileged` is as :func:`~tests.parity.launches.run_forked` has it.
-    `late`: the line comes after the corpus was prepared, or others before it.
+    `late`: the line comes after the corpus was prepared, or others before it. `before_groups`: it
+    comes before any process group, and so before the folder of the run.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Bad:
     prepare: Prepare = lambda folder: None
     ranks: int = 2
     late: bool = False
+    before_groups: bool = False
     places: Mapping[str, str | None] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
     privileged: bool = True
