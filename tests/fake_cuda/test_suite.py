@@ -1,6 +1,7 @@
 """The tests that need a CUDA device, on this one: those whose kernels the host has too.
 
-Left out are real kernels (``test_ops.py``, but for blocks of attention) and the benchmarks.
+Left out are real kernels (``test_ops.py``, but for blocks of attention and sums of experts'
+gradients) and the benchmarks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FILES = {
     "test_state_windows": "not dtype3",
     "test_activations_cuda": "not overtake",
     "test_cuda": "not bf16 and not deterministic and not compiled",
-    "test_ops": "blocks",
+    "test_ops": "blocks or experts_keep",
 }
 """Files of tests/gpu, and what of each is run: large sizes take too long on the host."""
 

@@ -143,10 +143,13 @@ def run_deterministically(world: World, cases: list[Case]) -> list[Outcome]:
 
 
 def test_deterministic_runs_are_bitwise_equal() -> None:
-    """Enough equal tokens that atomic additions into the embedding would show."""
+    """Enough equal tokens that atomic additions into the embedding would show, or those of rows of
+    experts into their tokens."""
     base = Case(in_process=True, pp=2, m=4, batch=8, sequence=64, vocab=5, dropout=0.1)
     sliced = replace(base, schedule="seq1f1b", slices=2)
-    cases = [replace(case, dtype=dtype) for case in (base, sliced) for dtype in ("fp32", "bf16")]
+    experts = replace(base, model="llama", moe="capacity, score")
+    these = (base, sliced, experts, replace(experts, moe="top 2"))
+    cases = [replace(case, dtype=dtype) for case in these for dtype in ("fp32", "bf16")]
     (outcomes,) = run_world(1, run_deterministically, cases, timeout_s=TIMEOUT_S)
     for first, second in zip(outcomes[: len(cases)], outcomes[len(cases) :], strict=True):
         assert first.losses == second.losses

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.errors import ConfigError
+from megapipe.layers.expert_tasks import ExpertsTask
 from megapipe.ops import adam, grouped, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
@@ -322,6 +324,32 @@ def test_weight_gradients_keep_fp32(name: str, dtype: torch.dtype) -> None:
         exact += left.double().t() @ right.double()
         kernel(main, left, right)
     assert (main.double() - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ["apex", "fused", "torch"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_gradients_of_experts_keep_fp32(name: str, dtype: torch.dtype) -> None:
+    """Of matrices and weighted biases, with an expert that has no rows and one that has most."""
+    offered = weight_grad.candidates(device=DEVICE, dtype=dtype)
+    kernel = kernel_of("weight_grad", name, offered)
+    torch.manual_seed(0)
+    ends = 300, 300, 3000, 3017
+    shapes = (4, 1, 96, 160), (4, 1, 96)
+    weight, bias = (Parameter(torch.zeros(n, device=DEVICE, dtype=dtype)) for n in shapes)
+    mains = [torch.randn(n, device=DEVICE) for n in shapes]
+    for parameter, main in zip((weight, bias), mains, strict=True):
+        cast(Any, parameter).main_grad = main
+    exact = [main.double() for main in mains]
+    for _ in range(3):
+        grad, x = (torch.randn(ends[-1], n, device=DEVICE).to(dtype) for n in (96, 160))
+        gate = torch.rand(ends[-1], device=DEVICE)
+        ExpertsTask(weight, bias, x, grad, ends, kernel, weighted=gate).run()
+        for expert, rows in grouped.each_expert(ends):
+            of_expert = grad[rows].double().t()
+            exact[0][expert, 0] += of_expert @ x[rows].double()
+            exact[1][expert, 0] += of_expert @ gate[rows].double()
+    for main, right in zip(mains, exact, strict=True):
+        assert (main.double() - right).abs().max() < 1e-5 * right.abs().max()
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
