@@ -23,9 +23,9 @@ from megapipe.errors import DataError
 
 Step = Callable[[Part, Summary, bool], None]
 """Is told of each part that is there, in any order, and whether it was there before."""
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[2:]; "  # else it would begin with the current folder
-    "from megapipe.data.prepare.worker import main; main()"
+PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[3:]; "  # else it would begin with the current folder
+    "from megapipe.data.worker import main; main()"
 )
 Job = tuple[int, Part]
 """A part and its number."""
@@ -123,8 +123,9 @@ class _Pool:
         for _ in range(self.size):
             here, there = socket.socketpair()
             with there:
+                who = str(os.getpid()), str(there.fileno())
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, str(there.fileno()), *sys.path],
+                    [sys.executable, "-c", PROGRAM, *who, *sys.path],
                     pass_fds=[there.fileno()],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # an interrupt is for this process, which ends them

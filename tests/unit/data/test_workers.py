@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -398,3 +399,20 @@ def test_long_documents_are_tokenized_in_pieces(
 
 def test_default_number_of_processes() -> None:
     assert 1 <= workers.cores() <= (os.cpu_count() or 1)
+
+
+def test_one_whose_starter_is_gone_ends_before_it_has_loaded_anything() -> None:
+    """Whoever else holds the other end of its socket."""
+    here, there = socket.socketpair()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with here, there:
+        given = str(gone.pid), str(there.fileno())
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", workers.PROGRAM, *given, *sys.path],
+            pass_fds=[there.fileno()],
+            capture_output=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert b"megapipe.data.prepare.encode" not in done.stderr

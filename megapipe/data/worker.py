@@ -8,15 +8,16 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megapipe.data.prepare.encode import encode, prefix_of
-from megapipe.errors import MegapipeError
-
 LOOK_S = 0.5
 """Time between two looks at the process that started this one."""
 
 
 def work(connection: Connection) -> None:
     """Do one job after another, until the connection is closed."""
+    # here, as it takes seconds, in which the process that started this one may end
+    from megapipe.data.prepare.encode import encode, prefix_of
+    from megapipe.errors import MegapipeError
+
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         tokenizer, folder = connection.recv()
@@ -34,10 +35,11 @@ def work(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Work for the process at the other end of the socket that the first argument names, and end
-    with it, in the middle of a part too."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    work(Connection(int(sys.argv[1])))
+    """Work for the process that the first argument names, at the other end of the socket that the
+    second one names, and end with it, in the middle of a part too."""
+    parent, connection = map(int, sys.argv[1:3])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    work(Connection(connection))
 
 
 def _end_with(parent: int) -> None:
