@@ -86,7 +86,7 @@ def check(cases: list[Case]) -> None:
     "cases",
     [
         pytest.param(TWO, id="two", marks=pytest.mark.slow),
-        pytest.param(FOUR, id="four", marks=pytest.mark.full),
+        pytest.param(FOUR, id="four", marks=pytest.mark.slow),
         pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
         pytest.param(OVER_FOUR, id="experts over four"),
     ],

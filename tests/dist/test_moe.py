@@ -181,7 +181,7 @@ def of_world(world: int, cases: list[Case]) -> list[Case]:
 
 @in_parts(
     ("world", "first", "every"),
-    [(1, 5, 6), (2, 3, 6), (2, 6, 12), (4, 1, 8)],
+    [(1, 5, 6), (2, 6, 12), (4, 1, 16)],
     default=[(1, 5, 6), (2, 6, 12)],
     full=1,
 )
@@ -430,7 +430,7 @@ def choices_made(world: World, case: Case) -> int:
     "activations",
     ["keep", "full", "stage", "selective", "experts again"],
     default=["experts again"],
-    full=1,
+    full=["full"],
 )
 def test_a_choice_is_made_once(activations: str) -> None:
     """In each layer, micro-batch and step, however often it is run."""

@@ -157,9 +157,7 @@ SEVERAL = [
 ]
 
 
-@in_parts(
-    ("world", "every"), [(2, 1), (3, 1), (4, 1), (4, 2)], default=[(2, 1), (3, 1)], full=[(4, 2)]
-)
+@in_parts(("world", "every"), [(2, 1), (3, 1), (4, 1), (4, 2)], default=[(2, 1)], full=[(4, 2)])
 def test_processes_train_as_the_definitions_say(world: int, every: int) -> None:
     check([case for case in SEVERAL if case.world == world][::every])
 
@@ -243,7 +241,7 @@ def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[StaleOutcome],
     return outcomes, numbers
 
 
-@some_or_all(2)
+@some_or_all(4)
 def test_compiled_blocks_keep_the_version_of_their_forward(some: slice) -> None:
     ((outcomes, numbers),) = run_world(1, run_traced, COMPILED[some], timeout_s=240)
     for case, outcome, graphs in zip(COMPILED[some], outcomes, numbers, strict=True):
@@ -303,7 +301,7 @@ PAUSED = [
 ]
 
 
-@in_parts("case", PAUSED, default=8, full=4, ids=lambda case: f"{case.weights}, {case.rule}")
+@in_parts("case", PAUSED, default=8, ids=lambda case: f"{case.weights}, {case.rule}")
 def test_a_run_that_pauses_at_every_step_is_the_same_to_the_bit(case: Case) -> None:
     """In as many processes and in one, with validations in between or without."""
     ranks = run_world(2, in_several_ways, case)

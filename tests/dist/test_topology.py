@@ -42,7 +42,7 @@ def test_the_term_goes_by_the_rank_of_each_token() -> None:
     check_groups([[case] for case in of_world(2)[:2]])
 
 
-@in_parts(("world", "first", "every"), [(2, 2, 1), (4, 0, 1), (4, 0, 2)], full=[(4, 0, 2)])
+@in_parts(("world", "first", "every"), [(2, 2, 1), (4, 0, 1), (4, 0, 4)], full=[(4, 0, 4)])
 def test_the_term_in_more_layouts(world: int, first: int, every: int) -> None:
     check_groups([[case] for case in of_world(world)[first::every]])
 

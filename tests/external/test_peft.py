@@ -27,6 +27,7 @@ from megapipe.train.resume import load_weights
 from megapipe.train.step import TrainStep
 from tests.parity.compare import assert_grads_close, assert_scalar_close, assert_weights_close
 from tests.parity.converted import write_checkpoint
+from tests.parity.marks import in_parts
 from tests.parity.outcome import assemble, own_grads
 from tests.parity.reference import ADAPTER_SCALE, Batch, init_random, logits, random_batch
 from tests.unit.model.transformers_models import in_double, model_of
@@ -129,7 +130,7 @@ def train_by_peft(model: Any, config: Config) -> tuple[list[float], list[dict[st
     return losses, grads
 
 
-@pytest.mark.parametrize("case", CASES)
+@in_parts("case", CASES, full=["gpt2", "some"])
 def test_steps_are_those_of_peft(case: str, tmp_path: Path) -> None:
     """Loss, every gradient, and the adapters after AdamW with clipping, in fp64; merged weights and
     adapters give the same logits."""

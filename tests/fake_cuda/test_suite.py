@@ -25,7 +25,7 @@ FILES = {
 """Files of tests/gpu, and what of each is run: large sizes take too long on the host."""
 
 
-@in_parts("name", FILES, full=["test_cuda", "test_ops"])
+@in_parts("name", FILES, full=["test_ops"])
 def test_a_file_for_gpus(name: str) -> None:
     environ = {
         **os.environ,

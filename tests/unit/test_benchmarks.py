@@ -38,8 +38,8 @@ SHARED = (
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 LONG = (
     *("bubble", "checkpoints", "data", "engine_overhead", "gpu_ladder", "memory", "moe", "peers"),
-    *("post_validation", "scale", "staleness", "state_precision", "step", "streams"),
-    *("tensor_parallel", "zero"),
+    *("post_validation", "scale", "staleness", "startup", "state_precision", "step"),
+    *("streams", "tensor_parallel", "zero"),
 )
 """Those that time whole steps or commands, or beside a peer's, at any size."""
 COUNTING = ("context_parallel", "memory", "scale", "zero")

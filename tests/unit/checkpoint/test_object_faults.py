@@ -44,6 +44,10 @@ def only_in_ci(value: str) -> Any:
     return pytest.param(value, marks=pytest.mark.full)
 
 
+def slow(value: str) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shard of a save is uploaded in two parts."""
@@ -90,7 +94,7 @@ def kinds_of_a_save(store: ObjectServer, root: Place) -> list[str]:
     return kinds
 
 
-@pytest.mark.parametrize("fault", ["drop", only_in_ci("error"), only_in_ci("late")])
+@pytest.mark.parametrize("fault", ["drop", only_in_ci("error"), slow("late")])
 def test_a_failure_that_passes_is_got_over(store: ObjectServer, root: Place, fault: Fault) -> None:
     """At each request: a save and all that is read go through, and nothing is left behind."""
     assert isinstance(root, RemotePath)
@@ -110,9 +114,7 @@ def test_a_failure_that_passes_is_got_over(store: ObjectServer, root: Place, fau
         assert_intact(path, 2)
 
 
-@pytest.mark.parametrize(
-    "fault", ["deny", only_in_ci("error"), only_in_ci("drop"), only_in_ci("late")]
-)
+@pytest.mark.parametrize("fault", ["deny", slow("error"), slow("drop"), only_in_ci("late")])
 def test_a_store_that_goes_away_in_a_save(store: ObjectServer, root: Place, fault: Fault) -> None:
     """From each request on: one line, and what stood stands, also under the pointer."""
     kinds = kinds_of_a_save(store, root / "count")
@@ -295,8 +297,7 @@ def test_a_kill_at_each_request_of_a_save(
         assert_intact(again, 3)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [slow("before"), only_in_ci("after")])
 def test_a_kill_at_each_request_of_a_removal(
     store: ObjectServer, root: Place, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
