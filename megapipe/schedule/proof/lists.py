@@ -237,7 +237,7 @@ class _Batch:
     def ascending(self) -> bool:
         """Whether both kinds of gradients are summed in the usual order at each stage."""
         slices = self._dependencies.schedule.slices
-        order = self._microbatch * slices + slices - 1 - self._slice
+        order = self._microbatch * slices - self._slice
         stage = self._rank * self._dependencies.stages + self._stage
         for mask in (self._is(Kind.I, Kind.B), self._is(Kind.W, Kind.B)):
             by_stage = np.argsort(stage[mask], kind="stable")

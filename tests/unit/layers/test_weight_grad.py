@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,11 @@ class Task:
     log: list[str]
     held: Tensor = field(default_factory=lambda: torch.zeros(3))
     watched: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+    @property
+    def weight(self) -> str:
+        """Stands for a parameter."""
+        return self.name
 
     def begin(self) -> None:
         self.log.append(f"({self.name}")
@@ -96,6 +103,30 @@ def test_tasks_for_later_run_beside_the_next_collective_or_at_the_end() -> None:
     queue.at_once = False
     queue.run(0)
     assert log[4:] == ["(b", "b0"]
+
+
+def test_whoever_watches_learns_of_each_gradient_and_of_those_to_come() -> None:
+    queue, log, told = WeightGradQueue(), list[str](), list[tuple[str, set[str]]]()
+
+    def watch(weight: Any, queued: Iterable[Any]) -> None:
+        assert log[-1] == f"{weight}0", "its own is there"
+        told.append((weight, {*queued}))
+
+    queue.open(0)
+    queue.put(Task("a", log), Task("b", log), Task("c", log))
+    queue.watch = watch
+    queue.run(0)
+    assert told == [("a", {"b", "c"}), ("b", {"c"}), ("c", set())]
+    told.clear()
+    queue.at_once = True
+    queue.open(1)
+    queue.put(Task("a", log), later=True)
+    queue.put(Task("b", log), Task("c", log))
+    assert told == [("b", {"a", "c"}), ("c", {"a"})], "those that were put off come later"
+    queue.beside()
+    assert told[2:] == [("a", set())]
+    queue.clear()
+    assert queue.watch is None
 
 
 def test_each_key_is_filled_once_and_run_once() -> None:
