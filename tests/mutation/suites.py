@@ -94,7 +94,7 @@ SUITES: dict[str, Groups] = {
         (f"{DIST}stream_timeline.py",),
     ),
     "engine/shares.py": ((f"{ENGINE}shares.py",), FAULTLESS),
-    "engine/tuple_stage.py": ((f"{DIST}own_family.py",), (f"{DIST}library.py",)),
+    "engine/tuple_stage.py": (("tests/unit/library/test_pipeline.py",), (f"{DIST}own_family.py",)),
     "context/documents.py": (PLANS, RINGS, OVER_POSITIONS),
     "context/entries.py": (PLANS, RINGS),
     "context/packs.py": (("tests/unit/context/test_packs.py",), (f"{LAYER_UNITS}block_calls.py",)),
