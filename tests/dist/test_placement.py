@@ -25,7 +25,7 @@ from megapipe.testing import World, run_world
 from megapipe.train import expert_maps
 from megapipe.train.expert_maps import ExpertMaps
 from megapipe.train.step import TrainStep
-from tests.parity.cases import Rows
+from tests.parity.cases import SLOW, Rows
 from tests.parity.collective_recorder import recording
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.marks import in_parts, selected, some_or_all
@@ -34,6 +34,8 @@ from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
 from tests.parity.stopped_runs import STEPS, Play, assert_continues, run
 
 Copies = tuple[tuple[int, ...], ...]
+FAST = 1e9
+"""TFLOP/s of devices that are done with any row at once."""
 TENSOR = replace(COPIED, dp=1, tp=2, sequence_parallel=True, moe="groups", m=3)
 CONTEXT = replace(COPIED, dp=1, cp=2, activations="full", placement="one slot", expert_chunks=2)
 COPIES_OF_COPIES = replace(COPIED, dp=4)
@@ -161,6 +163,28 @@ def run_given(world: World, case: Case) -> Outcome:
 def test_an_expert_on_two_ranks_equals_one(case: Case) -> None:
     """Row 7.06."""
     check_case(case, run_world(case.world, run_given, case))
+
+
+def decided(world: World, speeds: list[tuple[float, ...]]) -> list[list[ExpertMap]]:
+    """Maps by shadows, for each of these TFLOP/s that a rank takes its own device to have."""
+    case, found = replace(COPIED, placement="shadows"), []
+    for of_ranks in speeds:
+        config, layout = configure(case)
+        log = config.log.model_copy(update={"peak_tflops": of_ranks[world.rank]})
+        config = config.model_copy(update={"log": log})
+        step = TrainStep(config, layout, world.mesh(case.grid))
+        told = [0.0, 0.0, 0.0, 0.0, *(20.0 / (1 + e) for e in range(config.model.moe.experts))]
+        step.maps.decide(0, told * case.layers)
+        found.append([places.present for places in step.maps.places.values()])
+    return found
+
+
+def test_the_speed_of_the_first_rank_s_device_decides() -> None:
+    """On all ranks, whatever each takes its own to be: shadows are the same everywhere."""
+    first, second = run_world(2, decided, [(SLOW, FAST), (SLOW, SLOW), (FAST, FAST)])
+    assert first == second
+    mixed, slow, fast = first
+    assert mixed == slow != fast
 
 
 class Exchange(NamedTuple):
