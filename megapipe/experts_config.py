@@ -11,8 +11,8 @@ from megapipe.section import Expected, Section
 
 class ExpertsConfig(Section):
     """How tokens get to their experts on other ranks and back (docs/moe.md), where these are split
-    by `parallel.ep` or `parallel.etp`. No key but `codec` and `topology` changes the mathematics;
-    `policy` changes the order of some sums."""
+    by `parallel.ep` or `parallel.etp`. No key but `codec`, `topology` and, beside a topology of
+    three, `node` changes the mathematics; `policy` changes the order of some sums."""
 
     dispatch: Literal["all_to_all", "all_gather", "hierarchical", "fetch", "auto"] = "all_to_all"
     """all_to_all: a row for each choice of a token goes to the rank of its expert. hierarchical:
@@ -24,7 +24,8 @@ class ExpertsConfig(Section):
     fetch, whichever is fewest bytes where experts are chosen evenly."""
     node: int | None = Field(None, ge=2)
     """Ranks of a node, for dispatch=hierarchical; default: as many as the launcher has started on
-    one, in a plan without a launcher `parallel.per_node`. For a `topology` of three it is given."""
+    one, in a plan without a launcher `parallel.per_node`. For a `topology` of three it is given,
+    and CHANGES RESULTS."""
     chunks: Annotated[
         Annotated[int, Field(ge=1, le=8)] | Literal["auto"],
         Expected("a whole number >= 1 and <= 8, or auto"),
@@ -51,7 +52,8 @@ class ExpertsConfig(Section):
     """Bandwidths from a rank to itself, to the others and, if there are three, to those of other
     nodes of `node` ranks each; only their ratios matter. The balance term then steers more tokens
     to experts that are near (TA-MoE, Chen et al., 2302.09915), so it CHANGES RESULTS, and makes
-    them depend on which rank a sequence is on. Default: all experts count alike."""
+    them depend on which rank a sequence is on, by `parallel.ep` and `train.microbatch`. Default:
+    all experts count alike."""
     policy: Literal["none", "shadow", "balance", "migrate"] = "none"
     """Which ranks have which experts, by the choices of the last step. With shadow and balance they
     get copies of experts that others own, whose rows then travel less. shadow: all ranks get those

@@ -2,8 +2,8 @@
 
 =========  ======================================================================================
 harmless   how and where it is computed, saved and told: layout, kernels, ZeRO, logging
-listed     how training goes on: learning rate, batch, clipping, dropout, types, a mixture, ... and
-           any key that is in no other class
+listed     how training goes on: learning rate, batch, clipping, dropout, types, a mixture, ... any
+           key that is in no other class, and of a layout what the balance term of experts goes by
 refused    what makes it another run: the corpus, the order of its samples (seed, sequence length),
            how its documents are rearranged, what counts in the loss, the model, its adapters.
            ``run.resume_changes=allow`` lists these too, as far as the tensors fit; the data then
@@ -23,7 +23,7 @@ be the checkpoint's all the same. From weights alone nothing goes on but the mod
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,7 +99,7 @@ class Change:
 
     @property
     def harmless(self) -> bool:
-        """Whether nothing that is learnt depends on it."""
+        """Whether nothing that is learnt depends on it, unless a balance term goes by it."""
         if self.refused or self.key in LISTED:
             return False
         return any(
@@ -158,10 +158,20 @@ def check(checkpoint: Checkpoint, config: Config, *, own: bool, corpus: Change |
             f"{checkpoint.path} is of another run: {'; '.join(map(str, refused))}; change back, "
             "choose another run.name, or set run.resume_changes=allow"
         )
+    balanced_by = _balanced_by(config)
     return Changes(
-        tuple(change for change in changes if not change.harmless),
+        tuple(each for each in changes if not each.harmless or each.key in balanced_by),
         data_anew=any(change.key in order for change in changes),
     )
+
+
+def _balanced_by(config: Config) -> Collection[str]:
+    """Keys of the layout by which the balance term of experts goes."""
+    moe, topology = config.model.moe, config.experts.topology or ()
+    of_ranks = ("parallel.ep", "train.microbatch") if topology else ()
+    of_nodes = ("experts.node",) if len(topology) == 3 else ()
+    of_scope = ("train.microbatch",) if moe.balance and moe.balance_scope == "microbatch" else ()
+    return {*of_ranks, *of_nodes, *of_scope}
 
 
 def _deals_otherwise(change: Change, config: Config) -> bool:

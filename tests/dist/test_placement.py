@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
 from megapipe.distributed import collectives
@@ -25,15 +26,19 @@ from megapipe.testing import World, run_world
 from megapipe.train import expert_maps
 from megapipe.train.expert_maps import ExpertMaps
 from megapipe.train.step import TrainStep
-from tests.parity.cases import Rows
+from tests.parity.cases import LR, SLOW, Rows, validation_rows, validation_samples
 from tests.parity.collective_recorder import recording
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.marks import in_parts, selected, some_or_all
+from tests.parity.outcome import Parts, own_values
 from tests.parity.placement_faults import COPIED, FAULTS
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
+from tests.parity.reference import assert_weights_close
 from tests.parity.stopped_runs import STEPS, Play, assert_continues, run
 
 Copies = tuple[tuple[int, ...], ...]
+FAST = 1e9
+"""TFLOP/s of devices that are done with any row at once."""
 TENSOR = replace(COPIED, dp=1, tp=2, sequence_parallel=True, moe="groups", m=3)
 CONTEXT = replace(COPIED, dp=1, cp=2, activations="full", placement="one slot", expert_chunks=2)
 COPIES_OF_COPIES = replace(COPIED, dp=4)
@@ -161,6 +166,101 @@ def run_given(world: World, case: Case) -> Outcome:
 def test_an_expert_on_two_ranks_equals_one(case: Case) -> None:
     """Row 7.06."""
     check_case(case, run_world(case.world, run_given, case))
+
+
+def decided(world: World, speeds: list[tuple[float, ...]]) -> list[list[ExpertMap]]:
+    """Maps by shadows, for each of these TFLOP/s that a rank takes its own device to have."""
+    case, found = replace(COPIED, placement="shadows"), []
+    for of_ranks in speeds:
+        config, layout = configure(case)
+        log = config.log.model_copy(update={"peak_tflops": of_ranks[world.rank]})
+        config = config.model_copy(update={"log": log})
+        step = TrainStep(config, layout, world.mesh(case.grid))
+        told = [0.0, 0.0, 0.0, 0.0, *(20.0 / (1 + e) for e in range(config.model.moe.experts))]
+        step.maps.decide(0, told * case.layers)
+        found.append([places.present for places in step.maps.places.values()])
+    return found
+
+
+def test_the_speed_of_the_first_rank_s_device_decides() -> None:
+    """On all ranks, whatever each takes its own to be: shadows are the same everywhere."""
+    first, second = run_world(2, decided, [(SLOW, FAST), (SLOW, SLOW), (FAST, FAST)])
+    assert first == second
+    mixed, slow, fast = first
+    assert mixed == slow != fast
+
+
+class Unread(NamedTuple):
+    """A run, none of whose weights were read before its end."""
+
+    losses: list[float]
+    validation: list[float]
+    """After each step but the first."""
+    weights: Parts
+
+
+@contextmanager
+def arriving_late() -> Iterator[None]:
+    """What is sent to copies is not a number before it is waited for."""
+    begin = collectives.start_all_to_all
+
+    def late(*given: Any) -> tuple[Tensor, collectives.Wait]:
+        coming, wait = begin(*given)
+        received = torch.full_like(coming, torch.nan)
+
+        def arrive() -> None:
+            wait()
+            received.copy_(coming)
+
+        return received, arrive
+
+    with mock.patch.object(expert_places, "start_all_to_all", late):
+        yield
+
+
+def run_unread(world: World, cases: list[Case]) -> list[Unread]:
+    found = []
+    for case in cases:
+        config, layout = configure(case)
+        step = TrainStep(config, layout, world.mesh(case.grid))
+        losses, validation = [], []
+        with arriving_late():
+            for number in range(case.steps):
+                (result,) = step.train(number, Rows(case))
+                losses.append(result.loss)
+                if number:
+                    held_out = validation_rows(case), validation_samples(case)
+                    validation.append(step.evaluate(*held_out).loss)
+        assert any(any(each.present.copies) for each in step.maps.places.values()) == (
+            case.placement != "static"
+        )
+        found.append(Unread(losses, validation, own_values(step.optimizer)["model"]))
+    return found
+
+
+def unread(like: Case) -> list[Case]:
+    """With copies that are chosen after each step, with those that stay for two, and without."""
+    placements = "changing", "every second step", "static"
+    return [replace(like, placement=placement, steps=4) for placement in placements]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(COPIED, id="whole"),
+        pytest.param(replace(COPIED, dp=4, zero=1), id="gathered first", marks=pytest.mark.full),
+    ],
+)
+def test_weights_of_copies_are_awaited_where_nobody_reads_them_in_between(case: Case) -> None:
+    """As in a run: from the update they are on their way into the next step, or its validation."""
+    for *copied, static in run_world(case.world, run_unread, unread(case)):
+        wanted = {(name, box): torch.from_numpy(values) for name, box, values in static.weights}
+        for each in copied:
+            assert each.losses == pytest.approx(static.losses, rel=1e-12)
+            assert each.validation == pytest.approx(static.validation, rel=1e-12)
+            for name, box, values in each.weights:
+                like = {name: wanted[name, box]}
+                assert_weights_close({name: torch.from_numpy(values)}, like, LR)
 
 
 class Exchange(NamedTuple):

@@ -1,4 +1,5 @@
-"""What routers keep: faults that parity notices, steps without an update or computed twice."""
+"""What routers keep, and maps of experts: faults that parity notices, steps without an update or
+computed twice."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from megapipe.config import Config
+from megapipe.experts.map import ExpertMap
+from megapipe.layers.experts import Experts
 from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
@@ -47,6 +50,8 @@ class Seen(NamedTuple):
     kept: list[Tensor]
     """Biases and counts after it, as the layers here have them."""
     largest: float | None
+    maps: list[ExpertMap]
+    """Of the layers here, after it."""
 
 
 def trained(world: World, case: Case, numbers: dict[str, Any], poisoned: bool) -> list[Seen]:
@@ -74,7 +79,13 @@ def trained(world: World, case: Case, numbers: dict[str, Any], poisoned: bool) -
                 for name, buffer in module.named_buffers()
                 if name.endswith(("experts.bias", "experts.last"))
             ]
-            seen.append(Seen(result.skipped is not None, kept, result.largest_bias))
+            layers = (each for module in step.modules.values() for each in module.modules())
+            maps = [
+                layer.places.present
+                for layer in layers
+                if isinstance(layer, Experts) and layer.places is not None
+            ]
+            seen.append(Seen(result.skipped is not None, kept, result.largest_bias, maps))
     return seen
 
 
@@ -120,6 +131,55 @@ def test_the_test_notices_what_moves_all_the_same(kind: str) -> None:
     (seen,) = run_world(1, moved_where_it_is_skipped, *SKIPS[kind])
     with pytest.raises(AssertionError, match="without an update"):
         check(seen)
+
+
+COPIED = replace(CASE, dp=2, ep=2, m=1, placement="changing")
+PLACED = {
+    "copies, not finite": (COPIED, {"non_finite": "skip", "rerun": False}, True),
+    "copies, fp16": (replace(COPIED, dtype="fp16", moe="step, first"), {}, False),
+    "owners, fp16": (replace(COPIED, dtype="fp16", moe="top 2", placement="migrating"), {}, False),
+}
+
+
+def trained_placed(world: World) -> dict[str, tuple[list[Seen], list[Seen]]]:
+    """Each as it is, and with maps that are decided also where a step is skipped."""
+    found = {}
+    for kind, given in PLACED.items():
+        right = trained(world, *given)
+        with mock.patch.object(Update, "apply", decided_where_it_is_skipped(Update.apply)):
+            found[kind] = right, trained(world, *given)
+    return found
+
+
+def decided_where_it_is_skipped(apply: Any) -> Any:
+    def wrong(self: Update, step: int, totals: Any, again: Any) -> Any:
+        result = apply(self, step, totals, again)
+        if result.skipped is not None:
+            self.maps.decide(step, totals.routing)
+        return result
+
+    return wrong
+
+
+def check_maps(seen: list[Seen]) -> None:
+    """Maps change after steps that have an update, and after no others."""
+    assert 1 <= sum(step.skipped for step in seen) < STEPS
+    before = [ExpertMap.even(each.experts, each.ranks, each.slots) for each in seen[0].maps]
+    changed = []
+    for step in seen:
+        assert not step.skipped or step.maps == before, "a map is another without an update"
+        changed.append(step.maps != before)
+        before = step.maps
+    assert any(changed)
+
+
+def test_a_step_without_an_update_leaves_copies_and_owners() -> None:
+    """And where one does not, it is noticed."""
+    for found in run_world(2, trained_placed):
+        for right, wrong in found.values():
+            check_maps(right)
+            with pytest.raises(AssertionError, match="a map is another without an update"):
+                check_maps(wrong)
 
 
 def test_a_step_that_is_computed_again_moves_them_once() -> None:

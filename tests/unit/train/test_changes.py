@@ -61,12 +61,36 @@ def test_how_and_where_is_harmless() -> None:
 
 def test_settings_of_experts_that_change_the_result_are_told() -> None:
     changed = ["experts.codec=int8", "experts.topology=[8,2]", "model.moe.experts=4"]
-    harmless = ["experts.dispatch=fetch", "experts.chunks=3", "parallel.ep=2"]
+    harmless = ["experts.dispatch=fetch", "experts.chunks=3", "experts.node=4"]
     stored = checkpoint(model__moe__experts=4)
     found = check(stored, parse([*changed, *harmless]).config, own=True, corpus=None)
     lines = [str(change) for change in found.told]
     assert [line.partition(" was ")[0] for line in lines] == ["experts.codec", "experts.topology"]
     assert lines[0] == "experts.codec was none and is int8"
+
+
+@pytest.mark.parametrize(
+    ("topology", "scope", "listed"),
+    [
+        ([8.0, 4.0, 1.0], "sequence", ["parallel.ep", "experts.node", "train.microbatch"]),
+        ([8.0, 1.0], "sequence", ["parallel.ep", "train.microbatch"]),
+        (None, "microbatch", ["train.microbatch"]),
+        (None, "sequence", []),
+    ],
+)
+def test_what_a_balance_term_goes_by_is_told(
+    topology: list[float] | None, scope: str, listed: list[str]
+) -> None:
+    """Ranks, nodes and micro-batches, where it goes by them."""
+    same = ["model.moe.experts=8", f"model.moe.balance_scope={scope}"]
+    same.append(f"experts.topology={'null' if topology is None else topology}")
+    before, now = (
+        parse([*same, f"parallel.ep={ep}", f"experts.node={node}", f"train.microbatch={size}"])
+        for ep, node, size in ((4, 2, 4), (8, 4, 1))
+    )
+    stored = checkpoint(**flatten(before.config))
+    found = check(stored, now.config, own=True, corpus=None).told
+    assert {change.key for change in found} == set(listed)
 
 
 def test_biases_may_move_at_another_rate_and_stay() -> None:
