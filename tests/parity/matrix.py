@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -77,11 +79,11 @@ DIMENSIONS: dict[str, list[Any]] = {
     "loss_chunk": [None, 0, 5],
     "lora": [None, "all", "some", "heads together"],
     "moe": [
-        *((None, 1, 1), ("top 2", 1, 1), ("top 1, capacity 1", 4, 1), ("capacity, choice", 2, 2)),
-        *(("capacity, position", 1, 1), ("capacity, score", 1, 1), ("groups", 2, 1)),
-        *(("shared, gated", 1, 2), ("step", 2, 1), ("random", 1, 1)),
-        *(("pyramid", 2, 1), ("pyramid, biased", 4, 1)),  # the former has a residual
+        *(None, "top 2", "top 1, capacity 1", "capacity, choice", "capacity, position"),
+        *("capacity, score", "groups", "shared, gated", "step", "random", "sixteen"),
+        *("pyramid", "pyramid, biased"),  # the former has a residual
     ],
+    "experts": [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (8, 1), (4, 2)],
     "dispatch": [("all_to_all", None), ("all_gather", None), ("hierarchical", 2), ("fetch", None)],
     "expert_chunks": [1, 3],
     "placement": ["static", "changing", "migrating"],
@@ -102,7 +104,7 @@ JOINT = {
     "layout": ("dp", "cp", "tp", "pp"),
     "schedule": ("schedule", "chunks"),
     "state": ("state_dtype", "master", "rounding"),
-    "moe": ("moe", "ep", "etp"),
+    "experts": ("ep", "etp"),
     "dispatch": ("dispatch", "node"),
 }
 """Dimensions that give several fields of a case their values."""
@@ -134,12 +136,13 @@ ELSEWHERE = {
 }
 """Fields of a case that are no dimension, and why, or where they vary."""
 PLAIN_SHARE = {
-    "moe": 0.9,
     "dispatch": 0.9,
     "expert_chunks": 0.9,
     "placement": 0.9,
     "pad": 0.9,
     "codec": 0.9,
+    "experts": 0.5,
+    "moe": 0.9,
     "lora": 0.9,
     "compile": 0.95,
     "dropout": 0.75,
@@ -182,8 +185,9 @@ def excluded(c: Mapping[str, Any]) -> bool:
         or (c["look_ahead"] and not _has_direction(c))
         or (c["scatter"] == "on" and not _are_messages_alike(c))
         or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
-        or (c["moe"][0] is not None and not _can_have_experts(c))
-        or (c["moe"][0] is None and c["activations"] not in OF_ALL_MODELS)
+        or not _are_there_ranks_for(c)
+        or (c["moe"] is not None and not _can_have_experts(c))
+        or (c["moe"] is None and c["activations"] not in OF_ALL_MODELS)
         or not _can_be_dispatched(c)
         or not _can_be_split(c)
     )
@@ -206,14 +210,29 @@ def _can_be_split(c: Mapping[str, Any]) -> bool:
     return fits and (cp % 4 == 0 or context not in of_four)
 
 
+def _are_there_ranks_for(c: Mapping[str, Any]) -> bool:
+    """Whether experts, if any, and their ranks divide each other."""
+    (dp, cp, tp, _), (ep, etp) = c["layout"], c["experts"]
+    if c["moe"] is None:
+        return ep * etp == 1
+    width = MOE[c["moe"]].get("ffn", etp)
+    divisible = all(number % ep == 0 for number in _numbers(c["moe"])) and width % etp == 0
+    return divisible and dp * cp * tp % (ep * etp) == 0
+
+
+def _numbers(moe: str) -> list[int]:
+    """Of experts, in the layers that have some."""
+    experts = MOE[moe]["experts"]
+    return experts if isinstance(experts, list) else [experts]
+
+
 def _can_have_experts(c: Mapping[str, Any]) -> bool:
     """Whether layers may have experts, and the reference makes the same choices."""
     dp, cp, tp, _ = c["layout"]
-    _, ep, etp = c["moe"]
-    copies, left_over = divmod(dp * cp * tp, ep * etp)
-    if left_over or copies % min(c["shard_size"] or copies, copies):
+    copies = dp * cp * tp // math.prod(c["experts"])
+    if copies % min(c["shard_size"] or copies, copies):
         return False
-    by_weight = MOE[c["moe"][0]].get("drop") == "score"
+    by_weight = MOE[c["moe"]].get("drop") == "score"
     if by_weight and c["documents"] and "positions" in MODELS[c["model"]]:
         return False  # equal tokens that are documents of their own have equal weights
     split = tp > 1 and not c["sequence_parallel"]
@@ -223,13 +242,14 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
 
 def _can_be_adapted(c: Mapping[str, Any]) -> bool:
     """Whether routers keep nothing that moves, and there is an MLP for adapters of one."""
-    moe = MOE[c["moe"][0]]
+    moe = MOE[c["moe"]]
     return "bias_rate" not in moe and (c["lora"] != "some" or "shared" in moe)
 
 
 def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
     """Whether tokens go to experts of other ranks, which are enough for the form."""
-    (moe, ep, etp), (dispatch, node), chunks = c["moe"], c["dispatch"], c["expert_chunks"]
+    moe, (ep, etp), (dispatch, node) = c["moe"], c["experts"], c["dispatch"]
+    chunks = c["expert_chunks"]
     if c["placement"] != "static" and not _can_be_placed(c):
         return False
     if c["pad"] and "capacity" not in MOE.get(moe, {}):
@@ -238,9 +258,8 @@ def _can_be_dispatched(c: Mapping[str, Any]) -> bool:
         return False  # in a narrow type what is rounded to which step is decided by other roundings
     if ep * etp == 1:
         return dispatch == "all_to_all" and chunks == 1 and c["codec"] == "none"
-    experts = MOE[moe]["experts"]
-    fewest = min(experts) if isinstance(experts, list) else experts
-    return chunks <= fewest // ep and (node is None or node < ep * etp)
+    fewest = min(_numbers(moe)) // ep
+    return chunks <= fewest and (node is None or node < ep * etp)
 
 
 def _can_be_placed(c: Mapping[str, Any]) -> bool:
@@ -248,7 +267,7 @@ def _can_be_placed(c: Mapping[str, Any]) -> bool:
     those that migrate have none."""
     whole = c["zero"] < 3 or c["placement"] == "migrating"
     whole = whole and not c["post_validation"] and c["lora"] is None
-    return whole and c["moe"][1] > 1 and c["dispatch"][0] != "fetch" and not c["pad"]
+    return whole and c["experts"][0] > 1 and c["dispatch"][0] != "fetch" and not c["pad"]
 
 
 def _can_be_undone(c: Mapping[str, Any]) -> bool:
@@ -286,14 +305,35 @@ def fit(rng: random.Random, choice: Choice, given: Mapping[str, Any]) -> Choice:
         choice["context"] = rng.choice(DIMENSIONS["context"][1:])
     if "codec" in given and choice["codec"] != "none" and "dtype" not in given:
         choice["dtype"] = "fp64"
-    if not _can_be_dispatched(choice):
-        about_rows = "dispatch", "expert_chunks", "pad", "codec", "placement"
-        if "moe" not in given and not given.keys().isdisjoint(about_rows):
-            of = [moe for moe in DIMENSIONS["moe"] if _can_be_dispatched(choice | {"moe": moe})]
-            choice["moe"] = rng.choice(of or [choice["moe"]])
-        for name in set(about_rows) - given.keys():
-            choice[name] = DIMENSIONS[name][0]
+    if choice["moe"] is None and "experts" not in given:
+        choice["experts"] = 1, 1
+    about_rows = {"dispatch", "expert_chunks", "pad", "codec", "placement"}
+    if not _goes_to_experts(choice):
+        choice |= {name: DIMENSIONS[name][0] for name in sorted(about_rows - given.keys())}
+    if not _goes_to_experts(choice):
+        if about_rows.isdisjoint(given) and given.get("experts", (1, 1)) == (1, 1):
+            return choice | {"experts": (1, 1)}
+        dp, cp, tp, _ = choice["layout"]
+        fitting = [
+            both
+            for both in _with_ranks(dp * cp * tp)
+            if all(both[name] == given.get(name, both[name]) for name in both)
+            and _can_be_dispatched(choice | both)
+        ]
+        choice |= rng.choice(fitting) if fitting else {}
     return choice
+
+
+def _goes_to_experts(choice: Mapping[str, Any]) -> bool:
+    return _are_there_ranks_for(choice) and _can_be_dispatched(choice)
+
+
+@functools.cache
+def _with_ranks(ranks: int) -> list[Mapping[str, Any]]:
+    """Settings of experts that so many neighbours can hold."""
+    every = itertools.product(DIMENSIONS["moe"], DIMENSIONS["experts"])
+    found = ({"moe": moe, "experts": experts} for moe, experts in every)
+    return [both for both in found if _are_there_ranks_for(both | {"layout": (ranks, 1, 1, 1)})]
 
 
 MATRIX = Pairs(DIMENSIONS, excluded, PLAIN_SHARE, JOINT, fit)

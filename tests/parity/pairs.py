@@ -50,10 +50,10 @@ class Pairs:
 
     def draw(self, rng: random.Random, given: Mapping[str, Any]) -> Choice:
         """A value for each dimension, some of them `given`."""
-        choice = {}
+        choice, random = {}, rng.random  # rng.choice takes three times as long
         for name, values in self.dimensions.items():
-            plain = rng.random() < self.plain_share.get(name, 0)
-            choice[name] = values[0] if plain else rng.choice(values)
+            plain = random() < self.plain_share.get(name, 0)
+            choice[name] = values[0 if plain else int(random() * len(values))]
         return self.fit(rng, choice | given, given)
 
     def completion(self, values: Mapping[str, Any]) -> Choice | None:
