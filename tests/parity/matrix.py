@@ -233,8 +233,8 @@ def _can_have_experts(c: Mapping[str, Any]) -> bool:
     if copies % min(c["shard_size"] or copies, copies):
         return False
     by_weight = MOE[c["moe"]].get("drop") == "score"
-    if by_weight and c["documents"] and "positions" in MODELS[c["model"]]:
-        return False  # equal tokens that are documents of their own have equal weights
+    if by_weight and "positions" in MODELS[c["model"]]:
+        return False  # equal tokens that begin a sequence or a document have equal weights
     split = tp > 1 and not c["sequence_parallel"]
     frozen = c["lora"] is not None and not _can_be_adapted(c)
     return not (split or frozen or c["scatter"] == "on")
