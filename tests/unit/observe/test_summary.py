@@ -85,9 +85,7 @@ def test_it_ends_with_the_commands_that_go_on_from_the_run(run_folder, monkeypat
         (30, 30, ["train.steps=60", "train.stop_after=null"]),
     ],
 )
-def test_it_goes_on_from_the_last_start_and_its_newest_checkpoint(
-    tmp_path, reached, stop, further
-):
+def test_it_goes_on_from_the_last_start_and_its_newest_checkpoint(tmp_path, reached, stop, further):
     """The last start is the one written last, which may have gone back to an earlier step."""
     names = ["config.yaml", "config-step-00000010.yaml", "config-step-00000004.yaml"]
     for age, name in enumerate(reversed(names)):
