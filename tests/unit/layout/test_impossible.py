@@ -277,7 +277,7 @@ def test_impossible(overrides: list[str], words: str) -> None:
             12,
             (
                 "world size 12 does not divide into pp 2 x cp 1 x tp 4: expected a multiple of 8; "
-                "start with python -m megapipe.launch --nproc 8 train.py ..."
+                "start with python -m megapipe.launch --nproc 8 -m megapipe train ..."
             ),
         ),
         (
@@ -285,7 +285,7 @@ def test_impossible(overrides: list[str], words: str) -> None:
             8,
             (
                 "world size 8 for dp 2 x pp 1 x cp 1 x tp 2: expected 4; start with "
-                "python -m megapipe.launch --nproc 4 train.py ..."
+                "python -m megapipe.launch --nproc 4 -m megapipe train ..."
             ),
         ),
         (
@@ -294,7 +294,7 @@ def test_impossible(overrides: list[str], words: str) -> None:
             (
                 "world size 1 for dp 1 x pp 4 x cp 1 x tp 8: expected 32; start with "
                 "python -m megapipe.launch --nnodes 4 --nproc 8 "
-                "--rdzv-endpoint HOST:PORT --rdzv-id ID train.py ..."
+                "--rdzv-endpoint HOST:PORT --rdzv-id ID -m megapipe train ..."
             ),
         ),
         (
@@ -303,7 +303,7 @@ def test_impossible(overrides: list[str], words: str) -> None:
             (
                 "world size 3 does not divide into cp 1 x tp 2 "
                 "(the pipeline runs in each process): expected a multiple of 2; start with "
-                "python -m megapipe.launch --nproc 2 train.py ..."
+                "python -m megapipe.launch --nproc 2 -m megapipe train ..."
             ),
         ),
     ],
