@@ -186,10 +186,15 @@ def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int, cp: int) -
         )
     warmup = optimizer.warmup(steps)
     if warmup + decay > steps:
-        meant = f" ({counted(warmup, 'step')})" if isinstance(optimizer.warmup_steps, float) else ""
+        most = str(steps - decay)
+        meant = ""
+        if isinstance(optimizer.warmup_steps, float):
+            meant = f" ({counted(warmup, 'step')})"
+            share = (steps - decay) * 10**6 // steps / 10**6
+            most = f"{share:g} ({counted(steps - decay, 'step')})"
         raise ConfigError(
             f"optimizer.warmup_steps={optimizer.warmup_steps}{meant} leaves too few of train.steps="
-            f"{steps} for a decay of {decay} or more: expected at most {steps - decay}"
+            f"{steps} for a decay of {decay} or more: expected at most {most}"
         )
     if optimizer.own_schedule:
         LearningRatePlan(optimizer, steps).check()

@@ -149,7 +149,17 @@ def configure(*overrides: str) -> Config:
         ),
         (
             ["optimizer.decay_steps=250", "optimizer.warmup_steps=0.25"],
-            "optimizer.warmup_steps=0.25 (75 steps) leaves too few of train.steps=300 for a decay",
+            (
+                "optimizer.warmup_steps=0.25 (75 steps) leaves too few of train.steps=300 for a "
+                "decay of 250 or more: expected at most 0.166666 (50 steps)"
+            ),
+        ),
+        (
+            ["train.steps=10", "optimizer.warmup_steps=0.96"],
+            (
+                "warmup_steps=0.96 (10 steps) leaves too few of train.steps=10 for a decay of 1 or "
+                "more: expected at most 0.9 (9 steps)"
+            ),
         ),
         (
             ["optimizer.schedule=wsd", "train.steps=105", "optimizer.warmup_steps=100"],
@@ -267,6 +277,13 @@ def test_impossible(overrides: list[str], words: str) -> None:
     assert text.startswith("x.yaml: ")
     assert words in text
     assert text.isprintable(), "one line"
+
+
+def test_the_share_for_a_warm_up_that_is_named_is_one() -> None:
+    """Rounded down, and still of as many whole steps."""
+    keys = ["optimizer.decay_steps=250", "optimizer.warmup_steps=0.166666"]
+    config, _ = resolve(parse(keys).config, 1, None)
+    assert config.optimizer.warmup(config.train.steps) == 50
 
 
 @pytest.mark.parametrize(
