@@ -8,10 +8,10 @@ error arose.
 
 import sys
 
+from megapipe.command_line import quiet_interrupts
+
 if __name__ == "__main__":
-    try:
+    with quiet_interrupts():
         from megapipe.train.main import main
 
         sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from megapipe.errors import ConfigError, MegapipeError
@@ -16,6 +16,9 @@ from megapipe.words import without_secrets
 
 TRACEBACK = "--traceback"
 """The option by which an error is shown with where it arose."""
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
 
 Commands = argparse._SubParsersAction  # the only name that argparse has for it
 
@@ -64,6 +67,16 @@ def parser_of(commands: Mapping[str, CommandModule], *, description: str, epilog
         module.add(command)
         command.set_defaults(run=module.run)
     return top
+
+
+@contextlib.contextmanager
+def quiet_interrupts() -> Iterator[None]:
+    """End the process at Ctrl-C with nothing but the exit code: around all of a program, as what it
+    loads takes seconds."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 def begin_program() -> None:
@@ -119,7 +132,7 @@ def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
         say(error, trace=TRACEBACK in argv)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has what it wanted
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

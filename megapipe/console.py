@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 import megapipe
+from megapipe.command_line import quiet_interrupts
 
 COMMANDS = {
     "train": ("megapipe.train.main", "train a model, or show its plan (--dry-run)"),
@@ -51,7 +52,8 @@ def main() -> int:
         print(f"megapipe: error: unknown command {name!a}; {hint}", file=sys.stderr)
         return 2
     sys.argv = [f"megapipe {name}", *rest]  # argparse takes a program's name from here
-    return import_module(COMMANDS[name][0]).main(rest)
+    with quiet_interrupts():
+        return import_module(COMMANDS[name][0]).main(rest)
 
 
 def usage() -> str:

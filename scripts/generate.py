@@ -2,7 +2,10 @@
 
 import sys
 
-from megapipe.generate.command import main
+from megapipe.command_line import quiet_interrupts
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with quiet_interrupts():
+        from megapipe.generate.command import main
+
+        sys.exit(main())

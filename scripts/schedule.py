@@ -1,17 +1,22 @@
 """Pipeline schedules: ``python scripts/schedule.py --help``; docs/schedules.md explains."""
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megapipe.schedule.commands import main
-from megapipe.schedule.cost import Cost
-from megapipe.schedule.placement import Placement
+from megapipe.command_line import quiet_interrupts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megapipe.schedule.cost import Cost
+    from megapipe.schedule.placement import Placement
 
 
-def planner(path: Path) -> Callable[[Placement], Cost]:
+def planner(path: Path) -> "Callable[[Placement], Cost]":
     """The costs of the stages of the model that a file configures, on any placement."""
+    from functools import partial
+
     from megapipe.cli import parse
     from megapipe.layout.costs import placement_cost
     from megapipe.layout.resolve import resolve
@@ -21,4 +26,7 @@ def planner(path: Path) -> Callable[[Placement], Cost]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], planner))
+    with quiet_interrupts():
+        from megapipe.schedule.commands import main
+
+        sys.exit(main(sys.argv[1:], planner))

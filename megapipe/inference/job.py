@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megapipe.command_line import TRACEBACK, Parser, begin_program
+from megapipe.command_line import INTERRUPTED, TRACEBACK, Parser, begin_program
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, OutOfMemory
 from megapipe.launch import devices, place, rendezvous
 from megapipe.launch.place import LaunchInfo
@@ -128,7 +128,7 @@ def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo, *, trac
         return ending.report(error)
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         enough = MegapipeError("nobody reads the output")

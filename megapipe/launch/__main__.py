@@ -2,7 +2,10 @@
 
 import sys
 
-from megapipe.launch.launcher import main
+from megapipe.command_line import quiet_interrupts
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with quiet_interrupts():
+        from megapipe.launch.launcher import main
+
+        sys.exit(main(sys.argv[1:]))

@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megapipe.command_line import INTERRUPTED
 from megapipe.errors import LaunchError
 from megapipe.launch.signals import STOP_SIGNALS
 
@@ -210,7 +211,7 @@ def _run(signals: Any) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         runpy.run_path(str(TRAIN), run_name="__main__")
     except KeyboardInterrupt:
-        os._exit(130)
+        os._exit(INTERRUPTED)
     except SystemExit as end:
         os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 

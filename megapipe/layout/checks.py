@@ -1,5 +1,7 @@
 """Keys that do not go together: each case is one line that says what would be right."""
 
+from collections.abc import Callable
+
 from megapipe.config import (
     USUAL_WARMUP,
     ActivationsConfig,
@@ -184,10 +186,15 @@ def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int, cp: int) -
         )
     warmup = optimizer.warmup(steps)
     if warmup + decay > steps:
-        meant = f" ({counted(warmup, 'step')})" if isinstance(optimizer.warmup_steps, float) else ""
+        most = str(steps - decay)
+        meant = ""
+        if isinstance(optimizer.warmup_steps, float):
+            meant = f" ({counted(warmup, 'step')})"
+            share = (steps - decay) * 10**6 // steps / 10**6
+            most = f"{share:g} ({counted(steps - decay, 'step')})"
         raise ConfigError(
             f"optimizer.warmup_steps={optimizer.warmup_steps}{meant} leaves too few of train.steps="
-            f"{steps} for a decay of {decay} or more: expected at most {steps - decay}"
+            f"{steps} for a decay of {decay} or more: expected at most {most}"
         )
     if optimizer.own_schedule:
         LearningRatePlan(optimizer, steps).check()
@@ -288,13 +295,25 @@ def shortened(config: Config) -> list[str]:
             f"warm-up of {counted(warmup, 'step')}: the usual {USUAL_WARMUP} leave too few for the "
             "decay (optimizer.warmup_steps)"
         )
-    for key, steps in (("timeline", config.log.timeline), ("profile", config.log.profile)):
-        beyond = [step for step in steps if step > train.last_step]
-        if beyond:
-            notes.append(
-                f"no {key} of {plural('step', len(beyond))} {', '.join(map(str, beyond))} "
-                f"(log.{key}): the run ends after step {train.last_step}"
-            )
+    last = train.last_step
+    beyond = _watched_in_vain(
+        config.log, lambda step: step > last, f"the run ends after step {last}"
+    )
+    return [*notes, *beyond]
+
+
+def passed(log: LogConfig, first: int) -> list[str]:
+    """Notes, one line each, on settings for steps that a run which goes on after step `first` does
+    not take again."""
+    return _watched_in_vain(log, lambda step: step <= first, f"the run goes on after step {first}")
+
+
+def _watched_in_vain(log: LogConfig, is_left_out: Callable[[int], bool], why: str) -> list[str]:
+    notes = []
+    for key, steps in (("timeline", log.timeline), ("profile", log.profile)):
+        if out := [step for step in steps if is_left_out(step)]:
+            which = f"{plural('step', len(out))} {', '.join(map(str, out))}"
+            notes.append(f"no {key} of {which} (log.{key}): {why}")
     return notes
 
 

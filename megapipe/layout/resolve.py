@@ -232,7 +232,7 @@ def _start_with(world: int) -> str:
         where = f"--nnodes {world // 8} --nproc 8 --rdzv-endpoint HOST:PORT --rdzv-id ID"
     else:
         where = f"--nproc {world}"
-    return f"start with python -m megapipe.launch {where} train.py ..."
+    return f"start with python -m megapipe.launch {where} -m megapipe train ..."
 
 
 def _microbatches(config: Config, dp: int) -> int:

@@ -66,7 +66,7 @@ def step_line(record: StepRecord) -> str:
     """One step; a value that is not known is left out."""
     cells = [
         _position(record.step, record.steps),
-        f"{_compact(record.samples):>5} {plural('sample', record.samples)}",
+        f"{_compact(record.samples):>5} {plural('sample', record.samples):<7}",
         f"loss {record.loss:7.4f}",
         f"lr {record.lr:.2e}",
         f"grad norm {record.grad_norm:8.3g}",
@@ -74,7 +74,7 @@ def step_line(record: StepRecord) -> str:
         f"{_compact(record.tokens_per_second):>5} tok/s",
     ]
     if record.tflops_per_device is not None:
-        cells.append(f"{record.tflops_per_device:6.4g} TFLOP/s")
+        cells.append(_flops(record.tflops_per_device * 1e12))
     if record.mfu is not None:
         cells.append(f"MFU {record.mfu:5.1%}")
     if record.memory_gib is not None:
@@ -114,6 +114,14 @@ def duration(seconds: float) -> str:
 
 def _position(step: int, steps: int) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}"
+
+
+def _flops(number: float) -> str:
+    """FLOPs per second, in the unit that leaves a number of at most six characters."""
+    scale, unit = next(
+        (each for each in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if number >= each[0]), (1e3, "k")
+    )
+    return f"{number / scale:6.4g} {unit}FLOP/s"
 
 
 def _compact(number: float) -> str:

@@ -58,6 +58,13 @@ def start_mark(run_folder: Path, step: int) -> str:
     return f"{mark}.{before}" if before else mark
 
 
+def newest_config(run_folder: Path) -> Path | None:
+    """The configuration of the run's last start, if there is one: the file that was written last,
+    as a run may have gone back to an earlier step."""
+    found = run_folder.glob("config*.yaml")
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+
+
 def git_state(root: Path) -> GitState | None:
     """Commit of the work tree whose top is ``root``, and whether anything differs from it."""
     top = _git(root, "rev-parse", "--show-toplevel")

@@ -4,16 +4,20 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megapipe import cli
+from megapipe.checkpoint.find import OF_A_RUN
+from megapipe.checkpoint.folders import committed
 from megapipe.command_line import Parser, run_command
+from megapipe.config import TrainConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 from megapipe.observe.console import duration
+from megapipe.observe.provenance import newest_config
 
 
 class Summary(BaseModel):
@@ -80,9 +84,10 @@ def _losses(summary: Summary) -> dict[str, str]:
 
 
 def next_commands(run_folder: Path) -> dict[str, str]:
-    """Commands, by purpose, for going on from the run's recorded configuration; none without it."""
-    path = run_folder / "config.yaml"
-    if not path.is_file():
+    """Commands, by purpose, for going on from the run's last start; none where it has recorded no
+    configuration."""
+    path = newest_config(run_folder)
+    if path is None:
         return {}
     config = cli.parse([str(path)]).config
     _, layout = resolve(config, None, config.model.vocab_size)
@@ -91,10 +96,26 @@ def next_commands(run_folder: Path) -> dict[str, str]:
         python = sys.executable
     megapipe = [python, "-m", "megapipe"]
     train = [*megapipe, "launch", "--nproc", str(layout.world), "-m", "megapipe", "train"]
+    further = _further(config.train, _reached(run_folder, config.train))
     return {
         "more text": shlex.join([*megapipe, "generate", str(run_folder), "--prompt", "def "]),
-        "to go on": shlex.join([*train, str(path), f"train.steps={2 * config.train.steps}"]),
+        "to go on": shlex.join([*train, str(path), *further]),
     }
+
+
+def _reached(run_folder: Path, train: TrainConfig) -> int:
+    """The step of the newest checkpoint; without one in the folder the last of a finished start."""
+    saved = committed(run_folder / OF_A_RUN)
+    return saved[0].step if saved else train.last_step
+
+
+def _further(train: TrainConfig, reached: int) -> Iterator[str]:
+    """Settings that leave something to do after step `reached`: the rest of the steps, or as many
+    again."""
+    if reached >= train.steps:
+        yield f"train.steps={2 * train.steps}"
+    if train.stop_after is not None:
+        yield "train.stop_after=null"
 
 
 def main(argv: Sequence[str]) -> int:

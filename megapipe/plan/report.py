@@ -177,8 +177,22 @@ def _message_lines(config: Config, layout: Layout) -> list[str]:
             f"messages      {_range(ends)} point-to-point communicators per process, besides "
             f"{_range(groups)} for collectives; at most {depth} messages received ahead in one"
         ),
-        f"sent          {_sent(config, layout):,} bytes between all pipeline ranks",
+        (
+            f"sent          {_sent(config, layout):,} bytes between all pipeline ranks"
+            f"{_in_shares(config, layout)}"
+        ),
     ]
+
+
+def _in_shares(config: Config, layout: Layout) -> str:
+    """A remark on what each tensor-parallel rank sends, where all of them have the same."""
+    if layout.pp == 1 or layout.tp == 1 or config.parallel.sequence_parallel:
+        return ""
+    if layout.scatters:
+        how = f"1/{layout.tp} by each of {layout.tp} tensor-parallel ranks"
+    else:
+        how = f"the same by each of {layout.tp} tensor-parallel ranks"
+    return f": {how} (pipeline.scatter_gather)"
 
 
 def _slices_line(config: Config, layout: Layout) -> str:

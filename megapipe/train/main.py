@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from megapipe.command_line import TRACEBACK, begin_program, take_any_character
+from megapipe.command_line import INTERRUPTED, TRACEBACK, begin_program, take_any_character
 from megapipe.errors import MegapipeError, Preempted
 from megapipe.launch import place, shutdown
 from megapipe.launch.signals import StopRequest
@@ -59,4 +59,4 @@ def train(argv: Sequence[str]) -> int:
         except MegapipeError as error:
             return end(error)
         except KeyboardInterrupt:
-            return 130
+            return INTERRUPTED

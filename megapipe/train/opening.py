@@ -10,7 +10,7 @@ import torch
 from megapipe.checkpoint.durable import foreign
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
-from megapipe.layout.checks import shortened
+from megapipe.layout.checks import passed, shortened
 from megapipe.plan.report import met_by_a_token
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.changes import Changes
@@ -32,6 +32,7 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
         yield f"resumed from {where}{source.checkpoint.path} at {at}"
         for change in changes.told:
             yield f"changed since: {change}"
+        yield from passed(run.config.log, run.first_step)
         yield from _of_checkpoint(run, source.checkpoint, is_own=source.is_own)
         streaming = run.train_step.streaming
         if streaming is not None and not streaming.continues:

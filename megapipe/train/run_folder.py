@@ -33,10 +33,9 @@ PATIENCE = datetime.timedelta(seconds=10 * heartbeat.STALE_S)
 """How long ranks wait for rank 0 to get the folder: it may have to watch a killed job for a
 heartbeat."""
 
-FILES = (
-    *("config.yaml", "provenance.json", "log.jsonl", "summary.json"),
-    f"{OF_A_RUN}/latest",
-)
+OF_A_START = ("log.jsonl", "provenance.json", "config.yaml")
+"""Files that a run which begins writes; the last one counts starts, and is the last set aside."""
+FILES = (*OF_A_START, "summary.json", f"{OF_A_RUN}/latest")
 """Files that a run writes at its start, in the middle, or at its end."""
 
 
@@ -184,7 +183,7 @@ def _sees(folder: Path, name: str) -> bool:
             if (folder / name).exists():
                 return True
         except OSError:
-            pass
+            _set_aside(folder)
         if time.monotonic() > deadline:
             return False
         time.sleep(0.5)
@@ -194,10 +193,13 @@ def open_reports(folder: Path, config: Config, resumed_at: int | None) -> Observ
     """Write configuration, versions and git state; returns the observer for the run's records.
 
     `resumed_at` is the step of the run's own checkpoint from which it goes on, if it does: then the
-    files of earlier starts stay. To be called on rank 0. Raises :class:`ConfigError`.
+    files of earlier starts stay, and the log goes on. To be called on rank 0. Raises
+    :class:`ConfigError`.
     """
     mark = "" if resumed_at is None else start_mark(folder, resumed_at)
     try:
+        if resumed_at is None:
+            _set_aside(folder)
         write_beneath(folder, f"config{mark}.yaml", dump(config))
         origin = provenance(Path(__file__).resolve().parents[2])
         text = json.dumps(origin, indent=2) + "\n"
@@ -205,3 +207,11 @@ def open_reports(folder: Path, config: Config, resumed_at: int | None) -> Observ
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write to {folder}: {error.strerror}") from None
     return build_sinks(config, folder, flatten(config))
+
+
+def _set_aside(folder: Path) -> None:
+    """Give the files of a start that a later one cannot go on from names of their own."""
+    mark = start_mark(folder, 0)
+    for path in (folder / name for name in OF_A_START):
+        if path.is_file() and not path.is_symlink():
+            path.rename(path.with_stem(path.stem + mark))

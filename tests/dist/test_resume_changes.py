@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from megapipe.cli import parse
 from megapipe.errors import CheckpointError, ConfigError
-from tests.parity.jobs import write_corpus
+from megapipe.observe.summary import next_commands
+from tests.parity.jobs import arguments, tiny, write_corpus
+from tests.parity.launches import run_forked
 from tests.parity.stopped_runs import Play, run
 
 pytestmark = pytest.mark.full
@@ -96,3 +99,19 @@ def test_the_record_of_a_run_is_kept(tmp_path: Path) -> None:
     assert files - {"summary.json"} == record | added
     assert parse([str(folder / "config.yaml")]).config.log.every == 1
     assert parse([str(folder / "config-step-00000002.yaml")]).config.optimizer.lr == 0.5
+
+
+def test_the_command_to_go_on_does_after_a_part_after_the_whole_and_again(tmp_path: Path) -> None:
+    """It keeps what later starts have changed."""
+    given = {**tiny(tmp_path), **ONE, "train.steps": "4", "train.stop_after": "2"}
+    words, folder = arguments(given), tmp_path / "runs/run"
+    for steps in ("2/4", "4/4", "8/8"):
+        done = run_forked(tmp_path, 1, *words)
+        assert done.codes == [0], done.text
+        assert f" step {steps} " in done.text
+        command = shlex.split(next_commands(folder)["to go on"])
+        words = command[command.index("train") + 1 :]
+        if steps == "2/4":
+            words.append("optimizer.lr=0.004")
+    further = parse(words).config
+    assert (further.train.last_step, further.optimizer.lr) == (16, 0.004)

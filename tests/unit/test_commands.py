@@ -3,8 +3,12 @@
 import contextlib
 import io
 import os
+import runpy
 import subprocess
 import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -108,6 +112,42 @@ def test_an_error_with_where_it_arose(
         assert bool(above) == bool(more)
         if above:
             assert above[0] == "Traceback (most recent call last):"
+
+
+PROGRAMS = [
+    *("train.py", "megapipe/launch/__main__.py"),
+    *(f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("*.py"))),
+    *(f"megapipe/__main__.py {name}" for name in console.COMMANDS),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_interrupt_while_a_command_loads_is_an_exit_code(
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The module of the command is one that presses Ctrl-C as it is loaded."""
+    path, *names = program.split()
+    parts = Path(path).with_suffix("").parts
+    name = names[0] if names else parts[-1 - (parts[-1] == "__main__")].replace("_", "-")
+    place = tmp_path / "presses.py"
+    place.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    module = console.COMMANDS[name][0]
+    monkeypatch.delitem(sys.modules, module, raising=False)
+
+    class Finder(MetaPathFinder):
+        def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+            return spec_from_file_location(name, place) if name == module else None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.setattr(sys, "argv", ["megapipe", name])
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+        runpy.run_path(str(ROOT / path), run_name="__main__")
+    assert isinstance(ended.value, SystemExit)
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_terminal_need_not_know_every_character(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,17 @@ def configure(*overrides: str) -> Config:
         ),
         (
             ["optimizer.decay_steps=250", "optimizer.warmup_steps=0.25"],
-            "optimizer.warmup_steps=0.25 (75 steps) leaves too few of train.steps=300 for a decay",
+            (
+                "optimizer.warmup_steps=0.25 (75 steps) leaves too few of train.steps=300 for a "
+                "decay of 250 or more: expected at most 0.166666 (50 steps)"
+            ),
+        ),
+        (
+            ["train.steps=10", "optimizer.warmup_steps=0.96"],
+            (
+                "warmup_steps=0.96 (10 steps) leaves too few of train.steps=10 for a decay of 1 or "
+                "more: expected at most 0.9 (9 steps)"
+            ),
         ),
         (
             ["optimizer.schedule=wsd", "train.steps=105", "optimizer.warmup_steps=100"],
@@ -269,6 +279,13 @@ def test_impossible(overrides: list[str], words: str) -> None:
     assert text.isprintable(), "one line"
 
 
+def test_the_share_for_a_warm_up_that_is_named_is_one() -> None:
+    """Rounded down, and still of as many whole steps."""
+    keys = ["optimizer.decay_steps=250", "optimizer.warmup_steps=0.166666"]
+    config, _ = resolve(parse(keys).config, 1, None)
+    assert config.optimizer.warmup(config.train.steps) == 50
+
+
 @pytest.mark.parametrize(
     ("overrides", "world", "words"),
     [
@@ -277,7 +294,7 @@ def test_impossible(overrides: list[str], words: str) -> None:
             12,
             (
                 "world size 12 does not divide into pp 2 x cp 1 x tp 4: expected a multiple of 8; "
-                "start with python -m megapipe.launch --nproc 8 train.py ..."
+                "start with python -m megapipe.launch --nproc 8 -m megapipe train ..."
             ),
         ),
         (
@@ -285,7 +302,7 @@ def test_impossible(overrides: list[str], words: str) -> None:
             8,
             (
                 "world size 8 for dp 2 x pp 1 x cp 1 x tp 2: expected 4; start with "
-                "python -m megapipe.launch --nproc 4 train.py ..."
+                "python -m megapipe.launch --nproc 4 -m megapipe train ..."
             ),
         ),
         (
@@ -294,7 +311,7 @@ def test_impossible(overrides: list[str], words: str) -> None:
             (
                 "world size 1 for dp 1 x pp 4 x cp 1 x tp 8: expected 32; start with "
                 "python -m megapipe.launch --nnodes 4 --nproc 8 "
-                "--rdzv-endpoint HOST:PORT --rdzv-id ID train.py ..."
+                "--rdzv-endpoint HOST:PORT --rdzv-id ID -m megapipe train ..."
             ),
         ),
         (
@@ -303,7 +320,7 @@ def test_impossible(overrides: list[str], words: str) -> None:
             (
                 "world size 3 does not divide into cp 1 x tp 2 "
                 "(the pipeline runs in each process): expected a multiple of 2; start with "
-                "python -m megapipe.launch --nproc 2 train.py ..."
+                "python -m megapipe.launch --nproc 2 -m megapipe train ..."
             ),
         ),
     ],

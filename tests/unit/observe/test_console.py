@@ -14,7 +14,7 @@ from megapipe.observe.record import RoutingRecord
 def test_a_step_line_shows_every_value(make_record):
     assert step_line(make_record()) == (
         "step   7/300 |   224 samples | loss  2.3457 | lr 3.00e-04 | grad norm    0.812"
-        " |    412 ms | 19.9k tok/s | 0.5213 TFLOP/s | MFU 41.3% |   1.21 GiB | ETA 2:01"
+        " |    412 ms | 19.9k tok/s |  521.3 GFLOP/s | MFU 41.3% |   1.21 GiB | ETA 2:01"
     )
     assert " GiB | 3 skipped | ETA" in step_line(make_record(skipped=3))
 
@@ -34,12 +34,29 @@ def test_unknown_values_are_left_out(make_record):
 
 
 def test_lines_of_one_run_are_aligned(make_record):
-    lines = [
-        step_line(make_record(step=1, loss=11.0301, grad_norm=1234.5, tokens_per_second=998.7)),
-        step_line(make_record(step=300, loss=0.0123, grad_norm=1.5e-5, tokens_per_second=1.2e7)),
+    changes = [
+        {"step": 1, "loss": 11.0301, "grad_norm": 1234.5, "tokens_per_second": 998.7, "samples": 1},
+        {"step": 300, "loss": 0.0123, "grad_norm": 1.5e-5, "tokens_per_second": 1.2e7},
+        *({"tflops_per_device": speed} for speed in (0.0002324, 7.807e-05, 412.36, 1234.56)),
     ]
+    lines = [step_line(make_record(**each)) for each in changes]
     columns = [[i for i, c in enumerate(line) if c == "|"] for line in lines]
-    assert columns[0] == columns[1]
+    assert columns == [columns[0]] * len(lines)
+
+
+@pytest.mark.parametrize(
+    ("tflops", "text"),
+    [
+        (1234.56, "  1235 TFLOP/s"),
+        (412.36, " 412.4 TFLOP/s"),
+        (1.0, "     1 TFLOP/s"),
+        (0.0002324, " 232.4 MFLOP/s"),
+        (7.807e-05, " 78.07 MFLOP/s"),
+        (3.2e-08, "    32 kFLOP/s"),
+    ],
+)
+def test_a_speed_has_the_unit_that_suits_it(make_record, tflops, text):
+    assert f"| {text} |" in step_line(make_record(tflops_per_device=tflops))
 
 
 def test_the_longest_line_stays_under_190_columns(make_record):

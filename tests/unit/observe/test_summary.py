@@ -1,4 +1,5 @@
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -72,6 +73,31 @@ def test_it_ends_with_the_commands_that_go_on_from_the_run(run_folder, monkeypat
     monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
     assert all(c.startswith(".venv/bin/python -m ") for c in next_commands(place).values())
     assert cli.parse([str(place / "config.yaml"), "train.steps=60"]).config.train.steps == 60
+
+
+@pytest.mark.parametrize(
+    ("reached", "stop", "further"),
+    [
+        (None, None, ["train.steps=60"]),
+        (30, None, ["train.steps=60"]),
+        (12, None, []),
+        (12, 12, ["train.stop_after=null"]),
+        (30, 30, ["train.steps=60", "train.stop_after=null"]),
+    ],
+)
+def test_it_goes_on_from_the_last_start_and_its_newest_checkpoint(tmp_path, reached, stop, further):
+    """The last start is the one written last, which may have gone back to an earlier step."""
+    names = ["config.yaml", "config-step-00000010.yaml", "config-step-00000004.yaml"]
+    for age, name in enumerate(reversed(names)):
+        last = name == names[-1]
+        keys = ["train.steps=30", f"train.stop_after={json.dumps(stop)}"] if last else []
+        (tmp_path / name).write_text(cli.dump(cli.parse(["model.vocab_size=257", *keys]).config))
+        os.utime(tmp_path / name, ns=(0, 10**18 - age))
+    if reached is not None:
+        for step in (2, reached):
+            (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+    words = shlex.split(next_commands(tmp_path)["to go on"])
+    assert words[words.index("train") + 1 :] == [str(tmp_path / names[-1]), *further]
 
 
 def test_a_folder_without_a_summary_is_one_line(tmp_path):

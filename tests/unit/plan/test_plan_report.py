@@ -92,6 +92,25 @@ def test_numbers() -> None:
     assert sum(shares) == pytest.approx(100, abs=0.3)
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ((), ": 1/4 by each of 4 tensor-parallel ranks (pipeline.scatter_gather)"),
+        (
+            ("parallel.per_node=16",),
+            ": the same by each of 4 tensor-parallel ranks (pipeline.scatter_gather)",
+        ),
+        (("parallel.sequence_parallel=true",), ""),
+        (("parallel.tp=1", "parallel.dp=4"), ""),
+    ],
+)
+def test_the_plan_tells_whether_messages_go_in_shares(keys: tuple[str, ...], told: str) -> None:
+    """As it is chosen by the speeds of links: two nodes, each with two pipeline ranks."""
+    _, _, text = plan("parallel.tp=4", "parallel.pp=4", "train.global_batch=16", *keys)
+    (line,) = re.findall(r"^sent .*", text, re.MULTILINE)
+    assert line.partition(" bytes between all pipeline ranks")[2] == told
+
+
 def test_idle_share_is_that_of_uneven_stages() -> None:
     """Three ranks with 2 layers each wait for the last, which has 3."""
     _, layout, text = plan(

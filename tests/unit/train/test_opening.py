@@ -11,21 +11,27 @@ import torch
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
 from megapipe.plan.report import report
-from megapipe.train.opening import banner
+from megapipe.train.changes import Changes
+from megapipe.train.opening import banner, opening
+from megapipe.train.source import Source
 from megapipe.words import counted, either, plural
 
 
 def line(*overrides: str, world: int = 1, device: str = "cpu") -> str:
+    return banner(begun(*overrides, world=world, device=device))
+
+
+def begun(*overrides: str, world: int = 1, device: str = "cpu") -> Any:
+    """As much of a run as the lines are about."""
     model = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.vocab_size=257"]
     config, layout = resolve(parse([*model, *overrides]).config, world, None)
     policy = SimpleNamespace(stage=layout.replicas.zero)
-    run: Any = SimpleNamespace(
+    return SimpleNamespace(
         config=config,
         layout=layout,
         mesh=SimpleNamespace(world=world, device=torch.device(device), backend="gloo"),
         train_step=SimpleNamespace(schedule=layout.schedule, policy=policy),
     )
-    return banner(run)
 
 
 def test_one_of_each() -> None:
@@ -72,6 +78,30 @@ def test_parameters_in_all_and_of_a_token() -> None:
     small = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.vocab_size=257"]
     config, layout = resolve(parse([*small, *given]).config, 1, None)
     assert "parameters    14,064, of which a token meets 12,912\n" in report(config, layout)
+
+
+def test_steps_to_watch_that_a_resumed_run_has_passed() -> None:
+    """It goes on after step 5 of 9; a run that begins has passed none."""
+    watched = ["log.timeline=[2, 5, 6]", "log.profile=[5, 12]"]
+    run = begun("train.steps=9", "optimizer.warmup_steps=0", *watched)
+    run.first_step, run.mesh.rank = 5, 0
+    run.train_step.streaming, run.train_step.position = None, SimpleNamespace(samples=40)
+    run.train_step.left_out = SimpleNamespace(number=int)
+    run.train_step.kernels = SimpleNamespace(banner=str, warnings=list)
+    manifest = SimpleNamespace(coordinates={})
+    saved = SimpleNamespace(path="s3://runs/a/step-00000005", manifest=manifest)
+    source: Any = Source()
+    notes = {
+        name: [line for line in opening(run, source, Changes()) if "(log." in line]
+        for name, source.checkpoint in (("begun", None), ("resumed", saved))
+    }
+    short = "no profile of step 12 (log.profile): the run ends after step 9"
+    assert notes["begun"] == [short]
+    assert notes["resumed"] == [
+        short,
+        "no timeline of steps 2, 5 (log.timeline): the run goes on after step 5",
+        "no profile of step 5 (log.profile): the run goes on after step 5",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from megapipe import heartbeat
 from megapipe.checkpoint.run_lock import OWNER
+from megapipe.cli import parse
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import ConfigError
 from megapipe.train import run_folder
@@ -52,3 +53,24 @@ def test_what_a_killed_job_has_left_is_taken_over_and_removed(tmp_path: Path) ->
     assert [*(tmp_path / "checkpoints").iterdir()] == []
     taken.release()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_starts_that_no_later_one_goes_on_from_keep_their_records(tmp_path: Path) -> None:
+    """Two are killed before they save; the third does save, and a fourth goes on from there."""
+    for name, resumed_at in (("first", None), ("second", None), ("third", None), ("fourth", 3)):
+        config = parse([f"run.name={name}"]).config
+        observer = run_folder.open_reports(tmp_path, config, resumed_at)
+        observer.note(f"says the {name}")
+        observer.close()
+    owners = {
+        path.name: parse([str(path)]).config.run.name for path in tmp_path.glob("config*.yaml")
+    }
+    suffixes = {"first": "-step-00000000", "second": "-step-00000000.1", "third": ""}
+    marks = {**suffixes, "fourth": "-step-00000003"}
+    assert owners == {f"config{mark}.yaml": name for name, mark in marks.items()}
+    for name, mark in suffixes.items():
+        log = (tmp_path / f"log{mark}.jsonl").read_text().splitlines()
+        said = [f"says the {name}", *(["says the fourth"] if name == "third" else [])]
+        assert [json.loads(line)["text"] for line in log] == said
+    records = {path.name for path in tmp_path.glob("provenance*.json")}
+    assert records == {f"provenance{mark}.json" for mark in marks.values()}
