@@ -14,7 +14,6 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.checking import assert_same_bits
 from tests.parity.collective_recorder import recording
-from tests.parity.marks import in_parts
 from tests.parity.ranks import OF_ALL_MODELS, Case, configure, run_cases
 
 LAYERS = 3
@@ -103,9 +102,12 @@ def test_the_embedding_gathers_beside_the_gradient_before_its_own() -> None:
         assert counts == (4 * layers + 1, 1)
 
 
-def cases(tp: int, sequence_parallel: bool) -> list[Case]:
-    """Every policy, with and without sequence parallelism in either type; schedules and models by
-    turns."""
+POLICIES = len(OF_ALL_MODELS)
+
+
+def cases(tp: int) -> list[Case]:
+    """Every policy, with and without sequence parallelism, in either type: first each of them in
+    one type by turns, then in the other one. Schedules and models by turns."""
     return [
         Case(
             tp=tp,
@@ -113,29 +115,38 @@ def cases(tp: int, sequence_parallel: bool) -> list[Case]:
             in_process=True,
             sequence_parallel=sequence_parallel,
             activations=policy,
-            dtype="fp32" if (i + sequence_parallel) % 2 else "fp64",
+            dtype="fp32" if (i + sequence_parallel + other) % 2 else "fp64",
             schedule=("1f1b", "zb_h1", "zb_v")[i % 3],
             chunks=2 if i % 3 == 2 else None,
             model=("gpt2", "llama", "mixed", "gelu")[i // 2 % 4],
             loss_chunk=0 if i % 4 < 2 else None,
         )
+        for other in (False, True)
+        for sequence_parallel in (True, False)
         for i, policy in enumerate(OF_ALL_MODELS)
     ]
 
 
-@in_parts(("tp", "every"), [(2, 1), (2, 5), (4, 1)], full=[(2, 5)])
-def test_hiding_collectives_changes_no_bit(tp: int, every: int) -> None:
-    """Without sequence parallelism it is all-reduces beside GEMMs, of which tp 2 shows enough."""
-    with_split, without = cases(tp, sequence_parallel=True), cases(tp, sequence_parallel=False)
-    check_bits((with_split + (without if tp == 2 else without[:2]))[::every])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("quarter", range(4))
+def test_hiding_collectives_changes_no_bit(tp: int, quarter: int) -> None:
+    """In worlds of a quarter each: all cases take minutes on four processes."""
+    check_bits(cases(tp)[quarter * POLICIES : (quarter + 1) * POLICIES])
+
+
+@pytest.mark.full
+def test_hiding_some_collectives_changes_no_bit() -> None:
+    """Of two ranks, in one type each."""
+    check_bits(cases(2)[: 2 * POLICIES : 5])
 
 
 @pytest.mark.full
 def test_hiding_collectives_of_four_ranks_changes_no_bit() -> None:
     """I and W with sequence parallelism, in fp64; B without it, in fp32."""
-    split, whole = cases(4, sequence_parallel=True)[1], cases(4, sequence_parallel=False)[3]
-    assert (split.schedule, split.dtype) == ("zb_h1", "fp64")
-    assert (whole.schedule, whole.dtype) == ("1f1b", "fp32")
+    split, whole = cases(4)[1], cases(4)[POLICIES + 3]
+    assert (split.schedule, split.dtype, split.sequence_parallel) == ("zb_h1", "fp64", True)
+    assert (whole.schedule, whole.dtype, whole.sequence_parallel) == ("1f1b", "fp32", False)
     check_bits([split, whole])
 
 

@@ -135,6 +135,22 @@ SUITES: dict[str, Groups] = {
         FAULTLESS,
         (f"{DIST}own_models.py",),
     ),
+    "layers/dropout.py": ((f"{LAYER_UNITS}rng.py", f"{ENGINE}stage_slices.py"), LAYERS, FAULTLESS),
+    "layers/microbatch.py": (
+        (f"{ENGINE}stage_slices.py", "tests/unit/train/test_feed.py"),
+        (f"{MODEL}gpt_hf.py", f"{MODEL}slices_kept.py", f"{LAYER_UNITS}formulas.py"),
+        FAULTLESS,
+        OVER_POSITIONS,
+    ),
+    "layers/norm.py": ((f"{MODEL}gpt_hf.py", f"{MODEL}activations_kept.py"), LAYERS, FAULTLESS),
+    "layers/policy.py": (
+        (
+            "tests/unit/layout/test_chunks.py",
+            "tests/unit/layout/test_activation_plan.py",
+            f"{MODEL}parameters.py",
+        ),
+        (f"{MODEL}activations_kept.py", f"{ENGINE}stage_costs.py"),
+    ),
     "layers/rng.py": ((f"{LAYER_UNITS}rng.py",), FAULTLESS),
     "layers/weight_grad.py": ((f"{LAYER_UNITS}weight_grad.py",), EXECUTED, LAYERS),
     "layers/offload.py": (

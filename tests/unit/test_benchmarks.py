@@ -321,3 +321,26 @@ def test_a_slowed_link_has_one_message_at_a_time(
     assert link.due(4, alone=True) == 16.0
     now = 20.0
     assert link.due(4, alone=True) == 22.0
+
+
+def test_a_row_of_peers_that_do_not_train_alike_is_void(
+    load: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By more than 2e-6 on any rank; it is in the table, not met, and the exit code says so."""
+    peers, file = load("peers"), tmp_path / "results.json"
+    laps = [peers.Lap(1.0, 2.0)]
+    for apart, void in ((2e-6, False), (2.1e-6, True), (peers.difference(2.0, math.nan), True)):
+        ranks = [peers.Measured(each, laps, laps) for each in (0.0, apart)]
+        monkeypatch.setattr(peers, "run_world", lambda *_, ranks=ranks, **__: ranks)
+        code = peers.main(["--quick", "--only", "FSDP2", "--json", str(file)])
+        found = json.loads(file.read_text(encoding="utf-8"))
+        assert (code, len(found)) == ((1, 1) if void else (0, 2))
+        assert [each["value"] for each in found] == ([apart] if void else [1.0, 1.0])
+        if void:
+            assert "void" in found[0]["claim"]
+            assert found[0]["met"] is False
+        assert ("void" in capsys.readouterr().out) is void
+    assert peers.difference(2.0, 2.5) == peers.difference(2.0, 1.5) == 0.25

@@ -9,25 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megapipe.config import Config
+from megapipe.context.plans import ring
+from megapipe.context.split import Split
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.engine.channels import ProcessGroupChannels
+from megapipe.experts.map import ExpertMap
+from megapipe.layers.expert_owners import ExpertOwners
 from megapipe.layers.parameter import Sharding, new_parameter
 from megapipe.layers.specs import ParameterSpec
+from megapipe.layout.context_plan import ContextPlans
+from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import make_buckets
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.placement import Placement, loop
+from megapipe.train.context import make_context
+from megapipe.train.kernels import make_sharding
 from megapipe.watch.journal import LINE
 from tests.parity.group_order import Made, check_all_are_made, groups_made
 
@@ -41,24 +51,45 @@ class Job(NamedTuple):
     tied: bool
     empty: frozenset[int] = frozenset()
     """Stages without parameters of their own."""
+    experts: frozenset[int] | None = None
+    """Stages with experts; None: the model has none."""
+    split: Split = Split()
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     pp, dp, tp = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    in_ring, ulysses = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]))
+    grid = Grid(pp=pp, dp=dp, cp=in_ring * ulysses, tp=tp)
     rest = draw(st.lists(st.integers(0, pp - 1), max_size=3))
     rows = draw(st.lists(st.permutations([*range(pp), *rest]), min_size=1, max_size=3))
     others = draw(st.lists(st.integers(0, pp - 1), min_size=len(rows[0]), max_size=len(rows[0])))
     placement = Placement(pp, tuple(map(tuple, [*rows, others])))
+    stages = st.integers(0, placement.stages - 1)
+    experts = draw(st.none() | st.frozensets(stages, min_size=1, max_size=4))
+    if experts is not None:
+        inner, outer = (draw(st.sampled_from([1, 2, 2, 3])) for _ in range(2))
+        block = grid.copies() * tp
+        ep = max(n for n in (inner * outer, outer, inner, 1) if block % n == 0)
+        etp = draw(st.sampled_from([n for n in (1, 2) if block % (ep * n) == 0]))
+        node = inner if etp == 1 and inner > 1 < outer and ep == inner * outer else None
+        grid = replace(grid, ep=ep, etp=etp, node=node)
+    copies = {grid.copies(), grid.copies(experts=True)} if experts is not None else {grid.copies()}
+    sizes = [n for n in divisors(grid.copies()) if all(each % min(n, each) == 0 for each in copies)]
     stage = draw(st.integers(0, 3))
-    whole = [size for size in range(1, dp + 1) if dp % size == 0]
-    size = draw(st.sampled_from([None, *whole])) if stage else None
+    size = draw(st.sampled_from([None, *sizes])) if stage else None
     return Job(
-        Grid(pp=pp, dp=dp, tp=tp),
+        grid,
         placement,
-        ZeroPolicy(stage if (size or dp) > 1 else min(stage, 1), size),
+        ZeroPolicy(stage if (size or max(copies)) > 1 else min(stage, 1), size),
         draw(st.booleans()),
-        draw(st.frozensets(st.integers(0, placement.stages - 1), max_size=2)),
+        draw(st.frozensets(stages, max_size=2)),
+        experts,
+        Split(in_ring, ulysses, heads_first=draw(st.booleans())),
     )
 
 
@@ -72,15 +103,28 @@ def alone(grid: Grid, rank: int) -> Iterator[ParallelMesh]:
         dist.destroy_process_group()
 
 
+def sharding_of(job: Job, mesh: ParallelMesh) -> Sharding:
+    """That of a stage, for which the groups of experts are made."""
+    moe: dict[str, Any] = {} if job.experts is None else {"experts": 2 * job.grid.ep}
+    config = Config.model_validate({"model": {"moe": moe, "dtype": "fp32"}})
+    return make_sharding(config, mesh, Kernels())
+
+
 def module_of(job: Job, stage: int, mesh: ParallelMesh) -> nn.Module:
-    """One parameter, and the word embedding at both ends."""
-    sharding = Sharding(mesh.tp, False, torch.float32)
+    """One parameter, those of experts, and the word embedding at both ends."""
+    sharding = sharding_of(job, mesh)
     module = nn.Module()
     word = ParameterSpec(name="word", shape=(2, 2), tied=job.tied)
     if stage not in job.empty:
         module.own = new_parameter(
             sharding, ParameterSpec(name=f"layers.{stage}.weight", shape=(2, 2))
         )
+    if job.experts is not None and stage in job.experts:
+        even = ExpertMap.even(2 * job.grid.ep, job.grid.ep)
+        owners = ExpertOwners(even, mesh.ep.index // job.grid.etp)
+        shape = (2 * job.grid.ep, 2, 2)
+        spec = ParameterSpec(name=f"layers.{stage}.experts", shape=shape, experts=True)
+        module.experts = new_parameter(sharding, spec, owners)
     if stage == 0:
         module.word = new_parameter(sharding, word)
     if stage == job.placement.stages - 1:
@@ -89,9 +133,13 @@ def module_of(job: Job, stage: int, mesh: ParallelMesh) -> nn.Module:
 
 
 def made_by(job: Job, rank: int) -> list[Made]:
-    """The groups of a process, in order: axes, then channels, then those of buckets."""
+    """The groups of a process, in order: axes, those for attention, channels, those of experts and
+    of buckets."""
     placement = job.placement
     with alone(job.grid, rank) as mesh:
+        plan = ring(job.split.ring)
+        layout = SimpleNamespace(split=job.split, context=ContextPlans(plan, plan))
+        make_context(cast(Any, layout), mesh, cast(Any, None))
         ProcessGroupChannels(mesh, pairs(placement), dtype=torch.float32)
         modules = {s: module_of(job, s, mesh) for s in placement.stages_of(mesh.at.pp)}
         make_buckets(
@@ -103,7 +151,19 @@ def made_by(job: Job, rank: int) -> list[Made]:
         return groups_made(job.grid.world)
 
 
+HOPS = Job(
+    Grid(pp=2, dp=4, cp=2, ep=4, node=2),
+    loop(2),
+    ZeroPolicy(1),
+    tied=True,
+    experts=frozenset({0, 1}),
+    split=Split(2, 1),
+)
+"""Of tokens over two nodes, and a group of experts that is no axis: rarely drawn."""
+
+
 @settings(max_examples=40)
+@example(HOPS)
 @given(jobs())
 def test_every_group_is_made(job: Job) -> None:
     check_all_are_made([made_by(job, rank) for rank in range(job.grid.world)])

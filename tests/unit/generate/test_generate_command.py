@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,29 @@ def test_prompts_of_a_file_and_of_arguments_in_every_form_of_output(
     assert capsys.readouterr().out == shown
     assert main([*given, "--line"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_each_option_reaches_the_choices(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = Generator(load_model(find_checkpoint(run), torch.device("cpu")))
+
+    def written(*given: str) -> tuple[str, str]:
+        assert main([str(run), "--prompt", "x", "--tokens", "20", "--json", *given]) == 0
+        told = json.loads(capsys.readouterr().out)
+        return told["text"], told["end"]
+
+    def wanted(**given: Any) -> tuple[str, str | None]:
+        pieces = list(generator.generate(["x"], Sampling(tokens=20, **given)))
+        return "".join(piece.text for piece in pieces), pieces[-1].end
+
+    usual = wanted()
+    for option, value in (("seed", 5), ("temperature", 3.0), ("top_p", 0.3)):
+        name = f"--{option.replace('_', '-')}"
+        assert written(name, str(value)) == wanted(**{option: value}) != usual, name
+    stops = usual[0][9], usual[0][6:8]
+    assert written("--stop", stops[0], "--stop", stops[1]) == wanted(stop=stops) != usual
+    seed = next(seed for seed in range(99) if "\n" in wanted(seed=seed)[0])
+    of_a_line = written("--seed", str(seed), "--stop", "\\n")
+    assert of_a_line == (wanted(seed=seed)[0].partition("\n")[0], "stop")
 
 
 def test_standard_input_and_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
