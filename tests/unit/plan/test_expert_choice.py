@@ -415,12 +415,13 @@ RECORDS = (
 
 
 def test_a_heat_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the last step as it was repeated, of another, and of a layer through the run."""
+    """Of the last step as it was repeated, of another, and of a layer through the run. A layer with
+    fewer experts has its bars closer together: between them a blank is an expert."""
     folder = log(tmp_path / "run", RECORDS[0], *RECORDS[2:])
     assert printed(capsys, "show", folder).splitlines() == [
         "step 4: choices of each expert by the mean of its layer",
         " layer 1 | :*@| largest 2.50, 1 without",
-        "layer 10 |#-  | largest 1.50, 0 without",
+        "layer 10 |#-|   largest 1.50, 0 without",
     ]
     assert " layer 1 |++++|" in printed(capsys, "show", folder, "--step", "2")
     assert printed(capsys, "show", folder, "--layer", "10").splitlines() == [
