@@ -49,6 +49,11 @@ MODEL = [
     Bad("a vocabulary beyond any memory", f"model.vocab_size={2**50}", 7,
         ("out of memory", "less is needed with"), late=True),
 ]  # fmt: skip
+LOSES_NODES = (
+    "model.moe.experts=8 parallel.dp=4 parallel.ep=4 parallel.layouts.half.dp=2 "
+    "parallel.layouts.half.ep=2"
+)
+"""Experts over four ranks, and over two when no more are left."""
 MOE = [
     Bad("experts that are no number", "model.moe.experts=many", 2,
         ("model.moe.experts=many: expected a whole number >= 2",)),
@@ -141,6 +146,18 @@ MOE = [
         ("parallel.ep=2 x parallel.etp=2 does not divide dp 2 x cp 1 x tp 1 = 2",
          "ep x etp could be 1 or 2"),
         before_groups=True),
+    Bad("two hops on one node, once nodes are lost",
+        f"{LOSES_NODES} experts.dispatch=hierarchical experts.node=2", 2,
+        ("parallel.layouts.half: experts.node=2: experts are split over 2 ranks",
+         "all of one node"), ranks=4, before_groups=True),
+    Bad("more room for copies than experts, once nodes are lost",
+        f"{LOSES_NODES} experts.policy=balance experts.slots=6", 2,
+        ("parallel.layouts.half: experts.slots=6 is more than the 4 experts that other ranks have",
+         "at parallel.ep=2: expected at most that"), ranks=4, before_groups=True),
+    Bad("bandwidths of nodes, of which one is left",
+        f"{LOSES_NODES} experts.topology=[4,2,1] experts.node=2 model.moe.balance=0.1", 2,
+        ("parallel.layouts.half: experts.node=2 does not make several nodes of parallel.ep=2",),
+        ranks=4, before_groups=True),
 ]  # fmt: skip
 LORA = [
     Bad("lora.rank is 0", "lora.rank=0", 2,
