@@ -7,7 +7,7 @@ from megapipe.errors import ConfigError
 from megapipe.layout.devices import device, local_device
 
 SPEED_KEYS = "log.device (as in H100) or log.peak_tflops=TFLOP/S"
-"""What to set where a speed is needed and not known."""
+"""Keys to set where a speed is needed and not known."""
 
 
 @dataclass(frozen=True)

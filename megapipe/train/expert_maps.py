@@ -154,7 +154,7 @@ class ExpertMaps:
 
 
 def _line(step: int, what: str, numbers: Mapping[int, int]) -> str:
-    """What there is after a step in layers, with the numbers of each."""
+    """A line on experts after a step, with how many they are in each layer."""
     where = f"{plural('layer', len(numbers))} {ranges(numbers)}"
     return f"step {step + 1}: {what}: {sum(numbers.values()):,}, in {where}"
 
