@@ -24,16 +24,28 @@ Commands = argparse._SubParsersAction  # the only name that argparse has for it
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError where argparse would exit."""
+    """A parser that raises ConfigError where argparse would exit. Its command has names and keys
+    before, between and after options."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given, allow_abbrev=False)
+        self._split = False
+        """Whether options are taken first, and the rest of the arguments then."""
         self.add_argument(
             TRACEBACK,
             action="store_true",
             default=argparse.SUPPRESS,
             help="show above an error where in the code it arose",
         )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._split or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self._split = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)  # calls this method again
+        finally:
+            self._split = False
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.prog} --help shows what is possible")

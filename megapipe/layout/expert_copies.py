@@ -10,7 +10,7 @@ from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool_file import Pools, read_pools
 from megapipe.experts_config import OF_MAPS, ExpertsConfig
 from megapipe.layout.layout import Layout
-from megapipe.layout.speeds import Speeds
+from megapipe.layout.speeds import SPEED_KEYS, Speeds
 from megapipe.model.gpt.moe_checks import experts_in
 from megapipe.strict_yaml import text_of
 
@@ -106,8 +106,7 @@ def _check_conditions(config: Config, where: str) -> None:
         )
     if config.experts.policy != "balance" and Speeds.of(config).tflops is None:
         raise ConfigError(
-            f"{where} goes by the speed of the device, which is not known: set log.device (as in "
-            "H100) or log.peak_tflops"
+            f"{where} goes by the speed of the device, which is not known: set {SPEED_KEYS}"
         )
 
 

@@ -17,7 +17,7 @@ from megapipe.errors import ConfigError
 from megapipe.layout.dispatch import check_dispatch, most_chunks, with_dispatch
 from megapipe.layout.expert_ways import OF_ROWS, PASSES, Hop, Pass, Trip, Way, ways
 from megapipe.layout.layout import DeviceKind
-from megapipe.layout.speeds import Speeds
+from megapipe.layout.speeds import SPEED_KEYS, Speeds
 from megapipe.model.interface import bytes_of
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.layer.search import in_turns
@@ -54,8 +54,7 @@ class LayerWork(NamedTuple):
     def of(
         cls, config: Config, device: DeviceKind, speeds: Speeds, layer: int, assumed: Assumed
     ) -> LayerWork:
-        """The device's peak must be known."""
-        assert speeds.tflops is not None
+        """On a device of known speed. Raises :class:`ConfigError`."""
         parallel, train = config.parallel, config.train
         family = with_dispatch(config, "all_to_all", device)
         spec, rows = StageSpec(False, range(layer, layer + 1), False), train.microbatch
@@ -64,7 +63,7 @@ class LayerWork(NamedTuple):
         chosen = config.model.moe.top_k * parallel.etp
         moved = bytes_of(family.message(spec, rows, length)) * chosen
         return cls(
-            experts=flops / (speeds.tflops * 1e12 * speeds.efficiency),
+            experts=flops / speeds.reached,
             ordering=2 * moved / (1e9 * assumed.copy_gb_s) if assumed.copy_gb_s else 0.0,
             latency=assumed.latency,
             rates={"node": 1e9 * parallel.node_gb_s, "network": 1e9 * parallel.network_gb_s},
@@ -127,7 +126,7 @@ def resolved_chunks(config: Config, device: DeviceKind) -> int:
     if speeds.tflops is None:
         raise ConfigError(
             "experts.chunks=auto goes by the speed of the device, which is not known: set "
-            "log.device (as in H100) or log.peak_tflops, or experts.chunks to a number"
+            f"{SPEED_KEYS}, or experts.chunks to a number"
         )
     layers = alike(with_dispatch(config, experts.dispatch, device).experts())
 

@@ -20,14 +20,19 @@ def for_processes(config: Config, world: int | None) -> Config:
     others = config.parallel.layouts
     if world is None or not others or _is_possible(config, world):
         return config
-    for other in others.values():
-        made = _changed(config, other.model_dump(exclude_none=True))
+    for name in others:
+        made = with_layout(config, name)
         if _is_possible(made, world):
             return made
     raise LaunchError(
         f"world size {world}: neither parallel.dp, cp, tp and pp nor one of parallel.layouts "
         f"({', '.join(others)}) fits it with train.global_batch={config.train.global_batch}"
     )
+
+
+def with_layout(config: Config, name: str) -> Config:
+    """The configuration with one of its ``parallel.layouts``."""
+    return _changed(config, config.parallel.layouts[name].model_dump(exclude_none=True))
 
 
 def replica_size(config: Config) -> int:

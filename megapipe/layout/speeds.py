@@ -6,6 +6,9 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import device, local_device
 
+SPEED_KEYS = "log.device (as in H100) or log.peak_tflops=TFLOP/S"
+"""Keys to set where a speed is needed and not known."""
+
 
 @dataclass(frozen=True)
 class Speeds:
@@ -32,12 +35,16 @@ class Speeds:
             efficiency=log.efficiency,
         )
 
+    @property
+    def reached(self) -> float:
+        """FLOP/s that the device reaches; raises :class:`ConfigError` if its peak is not known."""
+        if self.tflops is None:
+            raise ConfigError(f"the speed of the device is not known: set {SPEED_KEYS}")
+        return self.tflops * 1e12 * self.efficiency
+
 
 def known_speeds(config: Config) -> Speeds:
     """Those of a device whose peak is known; raises :class:`ConfigError` if it is not."""
     speeds = Speeds.of(config)
-    if speeds.tflops is None:
-        raise ConfigError(
-            "the speed of the device is not known: set log.device (as in H100) or log.peak_tflops"
-        )
+    _ = speeds.reached
     return speeds

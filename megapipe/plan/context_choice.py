@@ -154,8 +154,7 @@ def _way(config: Config, own: Attention, places: _Places) -> Way:
 def cost_of(config: Config, speeds: Speeds) -> Cost:
     """The same with its time, on a device of known speed. Raises :class:`ConfigError`."""
     own, places = _attention(config), _Places(config)
-    assert speeds.tflops is not None
-    rate = speeds.tflops * 1e12 * speeds.efficiency
+    rate = speeds.reached
     scores, heads = _scores(config, own.split), own.heads // own.split.ulysses
 
     def seconds_of(what: Pass, i: int, j: int) -> float:

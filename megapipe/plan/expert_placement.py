@@ -27,6 +27,8 @@ from megapipe.plan.memory import state_bytes
 Policy = Callable[[ExpertMap, Counts, Sequence[int]], ExpertMap]
 """The present map, the rows of each rank for each expert, and their sums -> the next map."""
 
+POLICIES = ("shadow", "balance", "migrate")
+
 
 def by_shadows(times: Times) -> Policy:
     return lambda present, rows, _: shadow(present, rows, times)
@@ -61,7 +63,12 @@ class Costs(NamedTuple):
     """Bytes and times by which maps of a layer are judged."""
 
     sizes: Sizes
-    times: Times
+    flops: float
+    """Of a row, by the copies of the experts."""
+    trip: float
+    shadow: float
+    """As :class:`Times` has them."""
+    speeds: Speeds
     rate: float
     """Bytes per second of the slowest link between ranks that share experts."""
     node: int
@@ -69,9 +76,8 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, layout: Layout, speeds: Speeds, layer: int) -> Costs:
-        """Those of a configuration; the device's peak must be known. Rows are counted over all
-        copies of the experts, so a row takes its part of the time."""
-        assert speeds.tflops is not None
+        """Those of a configuration. Rows are counted over all copies of the experts, so a row takes
+        its part of the time."""
         spec, model = StageSpec(False, range(layer, layer + 1), False), config.model
         each = layout.model.experts()[layer] // layout.ep
         parameters = (p for p in layout.model.parameters(spec) if p.experts)
@@ -79,18 +85,26 @@ class Costs(NamedTuple):
         size, main = DTYPE_BYTES[model.dtype], main_bytes(model.dtype)
         owners = _owners_of_slices(config, layout, layer)
         sizes = Sizes(numel * size, numel * main, -(-numel * state_bytes(config, layout) // owners))
-        flops = layout.model.row_flops() / layout.etp
         rate = 1e9 * speed(config, layout.expert_ranks)
         row = wire_bytes(config.experts.codec, model.hidden, size)
-        times = Times(
-            row=flops / (speeds.tflops * 1e12 * speeds.efficiency) / layout.copies_of_experts,
+        return cls(
+            sizes=sizes,
+            flops=layout.model.row_flops() / layout.etp / layout.copies_of_experts,
             trip=(row + main / 2) / rate / layout.copies_of_experts,
             shadow=(layout.ep - 1) * (sizes.weights + sizes.gradients) / rate,
+            speeds=speeds,
+            rate=rate,
+            node=ranks_of_a_node(config),
         )
-        return cls(sizes, times, rate, ranks_of_a_node(config))
+
+    @property
+    def times(self) -> Times:
+        """Raises :class:`ConfigError` if the speed of the device is not known."""
+        return Times(self.flops / self.speeds.reached, self.trip, self.shadow)
 
     def worth(self, steps: float) -> float:
-        """Rows whose time it takes to move an expert, if the next move is so many steps later."""
+        """Rows whose time it takes to move an expert, if the next move is so many steps later.
+        Raises :class:`ConfigError` if the speed of the device is not known."""
         seconds = (self.sizes.weights + self.sizes.states) / self.rate
         return seconds / ((3 * self.times.row + 4 * self.times.trip) * steps)
 
@@ -112,19 +126,24 @@ def judge(
     begin: ExpertMap,
     pool: Sequence[ExpertMap],
     costs: Costs,
+    policies: Sequence[str] = POLICIES,
 ) -> list[Judged]:
-    """All policies, on the rows of each expert by step: each step is computed with the map for
-    which the one before is the reason, the first as a run begins. Rows are taken as spread evenly
-    over the ranks that they are from."""
+    """Policies, on the rows of each expert by step: each step is computed with the map for which
+    the one before is the reason, the first as a run begins. Rows are taken as spread evenly over
+    the ranks that they are from. All but balance go by the speed of the device; raises
+    :class:`ConfigError` if it is not known."""
     steps, every = [trace[step] for step in sorted(trace)], steps_between(trace)
-    without = replace(begin, slots=0)
-    worth = costs.worth(every)
-    ways: dict[str, tuple[ExpertMap, Policy]] = {
-        "shadow": (begin, by_shadows(costs.times)),
-        "balance": (begin, by_balance(costs.node)),
-        "migrate": (without, lambda present, _, totals: migrate(present, pool, totals, worth)),
-    }
-    return [_judged(layer, name, steps, every, *way, costs) for name, way in ways.items()]
+
+    def way(name: str) -> tuple[ExpertMap, Policy]:
+        if name == "shadow":
+            return begin, by_shadows(costs.times)
+        if name == "balance":
+            return begin, by_balance(costs.node)
+        worth = costs.worth(every)
+        without = replace(begin, slots=0)
+        return without, lambda present, _, totals: migrate(present, pool, totals, worth)
+
+    return [_judged(layer, name, steps, every, *way(name), costs) for name in policies]
 
 
 def steps_between(trace: Mapping[int, Sequence[int]]) -> float:

@@ -62,14 +62,10 @@ def _cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
 
 
 def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
-    """Seconds of every operation, message, reduction and gathering of a step.
-
-    The device's peak must be known.
-    """
-    assert speeds.tflops is not None
+    """Seconds of every operation, message, reduction and gathering of a step, on a device of known
+    speed. Raises :class:`ConfigError`."""
     tokens = layout.local_length * config.train.microbatch
-    rate = speeds.tflops * 1e12 * speeds.efficiency
-    computed = scaled(layout.cost, tokens / layout.tp / rate)
+    computed = scaled(layout.cost, tokens / layout.tp / speeds.reached)
     reduce, gather, buckets = _replicas(config, layout)
     stride = layout.tp * layout.cp * layout.dp
 

@@ -123,7 +123,7 @@ def _run_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
     return [
         (
             f"mesh          pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}: "
-            f"{layout.world:,} processes{_expert_ranks(layout)}"
+            f"{layout.world:,} processes{_expert_ranks(config, layout)}"
         ),
         f"per process   {_range(held)} parameters{_sharded(config, layout)}",
         (
@@ -141,7 +141,16 @@ def _run_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
     ]
 
 
-def _expert_ranks(layout: Layout) -> str:
+def changed_by_experts(config: Config) -> str:
+    """A remark on what the section `experts` changes in results; empty where that is nothing."""
+    codec, topology = config.experts.codec, config.experts.topology
+    rows = "" if codec == "none" else f", rows in {codec}"
+    if topology is None:
+        return rows
+    return f"{rows}, balanced by bandwidths {', '.join(f'{each:g}' for each in topology)}"
+
+
+def _expert_ranks(config: Config, layout: Layout) -> str:
     """A remark on the ranks over which experts are split; empty where they are not."""
     if layout.expert_ranks == 1:
         return ""
@@ -149,6 +158,7 @@ def _expert_ranks(layout: Layout) -> str:
     chunks, slots = layout.expert_chunks, layout.model.conditions.slots
     how = layout.model.conditions.dispatch + (f" in {chunks} chunks" if chunks > 1 else "")
     how += f", {counted(slots, 'slot')} for copies on each rank" if slots else ""
+    how += changed_by_experts(config)
     return f", experts over ep {layout.ep}{inner} of a pipeline index by {how}"
 
 

@@ -34,6 +34,7 @@ from megapipe.plan.expert_placement import Costs, Policy, by_balance, by_shadows
 from megapipe.train.checkpoint_io import Weights
 from megapipe.train.migration import Migration, Owners
 from megapipe.train.routing import by_layer
+from megapipe.words import plural, ranges
 
 
 def make_places(
@@ -99,16 +100,22 @@ class ExpertMaps:
         policies = _policies(config, layout, places, optimizer.mesh)
         return cls(layout.model.experts(), config.experts.replan, policies, places)
 
-    def decide(self, step: int, told: Sequence[float]) -> None:
+    def decide(self, step: int, told: Sequence[float]) -> str | None:
         """After the update of a step, counted from 0, of which all ranks together have `told`: if
-        it is one after which maps are made, take over others. All ranks call it."""
+        it is one after which maps are made, take over others. Returns a line for the user if they
+        are others; all ranks call it."""
         if self.migration is not None:
-            self.migration.decide(step, told)
+            moved = self.migration.decide(step, told)
+            return _line(step, "experts moved to other ranks", moved) if moved else None
         if not self._experts or (step + 1) % self._every:
-            return
+            return None
         for layer, _, numbers, _ in by_layer(self._experts, told):
             self.counts[layer].copy_(torch.tensor(numbers, dtype=torch.int64))
+        before = {layer: places.present for layer, places in self.places.items()}
         self._make()
+        after = {layer: places.present for layer, places in self.places.items()}
+        copied = {layer: len(set().union(*each.copies)) for layer, each in after.items()}
+        return None if after == before else _line(step, "experts with copies", copied)
 
     def _make(self) -> None:
         for layer, places in self.places.items():
@@ -144,6 +151,12 @@ class ExpertMaps:
             if placed_name(layer) in names:
                 weights.read_into(counts, placed_name(layer), whole(tuple(counts.shape)))
         self._make()
+
+
+def _line(step: int, what: str, numbers: Mapping[int, int]) -> str:
+    """A line on experts after a step, with how many they are in each layer."""
+    where = f"{plural('layer', len(numbers))} {ranges(numbers)}"
+    return f"step {step + 1}: {what}: {sum(numbers.values()):,}, in {where}"
 
 
 def _policies(

@@ -27,6 +27,7 @@ from megapipe.layout.devices import device_kind
 from megapipe.layout.dispatch import on_nodes
 from megapipe.layout.expert_checks import check_imbalance
 from megapipe.layout.expert_copies import check_pool
+from megapipe.layout.fallbacks import check_layouts
 from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
@@ -68,6 +69,7 @@ def start(
     world = None if command.dry_run and not info.launched else info.world
     given = on_nodes(command.config, info.local_world) if info.launched else command.config
     config, layout = resolve(given, world, None, where=command.where)
+    check_layouts(given, layout.world, where=command.where)
     check_sinks(config.log)
     check_pool(config, layout)
     check_imbalance(config, command.imbalance)

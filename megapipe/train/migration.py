@@ -75,11 +75,12 @@ class Migration:
         choices = _shared(config, layout, optimizer.mesh)
         return cls(optimizer, begin, choices, config.experts.replan, places)
 
-    def decide(self, step: int, told: Sequence[float]) -> None:
+    def decide(self, step: int, told: Sequence[float]) -> dict[int, int]:
         """After the update of a step, counted from 0, of which all ranks together have `told`: if
-        it is one after which owners are chosen, let experts move. All ranks call it."""
+        it is one after which owners are chosen, let experts move. Returns by layer how many have;
+        all ranks call it."""
         if (step + 1) % self._every:
-            return
+            return {}
         after = {}
         for layer, _, numbers, _ in by_layer(self._experts, told):
             pool, worth = self._choices[layer].pool, self._choices[layer].worth
@@ -88,7 +89,9 @@ class Migration:
                 after[layer] = found
         here = after.keys() & self._places.keys()
         move_experts(self._optimizer, {self._places[layer].owners: after[layer] for layer in here})
+        moved = {n: _moved(self.present[n].owners, each.owners) for n, each in after.items()}
         self._take_over(after)
+        return moved
 
     def _take_over(self, after: Mapping[int, ExpertMap]) -> None:
         self.present |= after
@@ -114,6 +117,11 @@ class Migration:
                 for layer, each in self.present.items()
             }
         )
+
+
+def _moved(before: Sequence[int], after: Sequence[int]) -> int:
+    """Experts that have other owners."""
+    return sum(old != new for old, new in zip(before, after, strict=True))
 
 
 def _stored(owners: Sequence[int] | None, experts: int, ranks: int) -> ExpertMap:

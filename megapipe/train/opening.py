@@ -11,7 +11,7 @@ from megapipe.checkpoint.durable import foreign
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
 from megapipe.layout.checks import passed, shortened
-from megapipe.plan.report import met_by_a_token
+from megapipe.plan.report import changed_by_experts, met_by_a_token
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.changes import Changes
 from megapipe.train.source import Source
@@ -74,7 +74,7 @@ def banner(run: Run) -> str:
     exact = config.run.exact_on(mesh.device.type)
     grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
     if layout.expert_ranks > 1:
-        grid += f" (experts over ep {layout.ep} x etp {layout.etp})"
+        grid += f" (experts over ep {layout.ep} x etp {layout.etp}{changed_by_experts(config)})"
     model, rank = layout.model, config.lora.rank
     trained = "" if rank is None else f", {model.count(trained=True):,} of rank {rank} trained"
     order = (layout.stream or run.train_step.schedule).name

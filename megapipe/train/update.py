@@ -37,7 +37,7 @@ class StepResult:
     skipped: str | None = None
     """Why the step was made without an update; None: there was one."""
     note: str | None = field(default=None, compare=False)
-    """A line for the user on how the step was computed."""
+    """A line for the user on how the step was computed, and on experts that have other ranks."""
     by_source: tuple[SourceTotal, ...] = ()
     """Of a mixture: losses and tokens of each source."""
     routing: tuple[float, ...] = ()
@@ -103,10 +103,11 @@ class Update:
         self.scaler.update(finite=True)
         self._update(step, self.clipping(totals.norm))
         self.routing.move(totals.routing)
-        self.maps.decide(step, totals.routing)
+        changed = self.maps.decide(step, totals.routing)
         self.optimizer.send_copies()
         self.judge.passed(totals)
-        return replace(result, largest_bias=self.routing.largest_bias)
+        note = "; ".join(filter(None, (note, changed))) or None
+        return replace(result, largest_bias=self.routing.largest_bias, note=note)
 
     def _update(self, step: int, factor: float = 1.0) -> None:
         self.made = step

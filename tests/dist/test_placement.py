@@ -297,11 +297,12 @@ def silent(maps: ExpertMaps) -> Iterator[None]:
     """Copies are chosen, and no rank tells another anything for it."""
     decide, chosen = maps.decide, []
 
-    def spied(step: int, told: Sequence[float]) -> None:
+    def spied(step: int, told: Sequence[float]) -> str | None:
         with recording() as recorder:
-            decide(step, told)
+            line = decide(step, told)
         chosen.append(step)
         assert not recorder.calls
+        return line
 
     with mock.patch.object(maps, "decide", spied):
         yield

@@ -77,6 +77,8 @@ def assert_same(case: Case, plain: list[Outcome], other: list[Outcome]) -> None:
 
 @in_parts(("world", "every"), [(2, 1), (2, 3), (4, 1), (6, 1)], full=[(2, 3), (6, 1)])
 def test_pieces_change_no_bit(world: int, every: int) -> None:
+    """Row 7.14 (Lina): losses, gradients and weights, of experts too, are bitwise those of
+    gradients reduced whole."""
     here = [case for case in CASES if case.world == world][::every]
     cut = [replace(case, reduce_chunk_mib=mib) for case in here for mib in (None, SMALL, BLOCK)]
     ranks = run_world(world, run_cases, cut)

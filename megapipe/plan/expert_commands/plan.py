@@ -4,9 +4,10 @@ mean, with experts as a run begins and with the maps of the policy; the copies o
 together; how many experts have moved; and per step what the busiest rank sends or receives for it
 and how long that takes. Each recorded step is computed with the map for which the recorded step
 before it is the reason. The configuration is the run's (config.yaml in its folder), with keys that
-are given. Training has shadow and balance (experts.policy).
+are given. Training has all policies (experts.policy). shadow and migrate go by the speed of the
+device, which of a CPU is not known: log.peak_tflops says it. --policy balance needs none.
 
-example: experts.py plan runs/quickstart_moe parallel.ep=2 --slots 1 -o pool.json
+example: experts.py plan runs/quickstart_moe log.peak_tflops=0.1 --slots 1 -o pool.json
 """
 
 import argparse
@@ -21,11 +22,11 @@ from megapipe.experts.pool import find_pool
 from megapipe.experts.pool_file import Pools, read_pools, write_pools
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.layout.speeds import known_speeds
+from megapipe.layout.speeds import Speeds
 from megapipe.plan.demand import milliseconds, size_text
 from megapipe.plan.expert_commands.recorded import LOG, Choices, recorded
 from megapipe.plan.expert_commands.simulate import layer_of
-from megapipe.plan.expert_placement import Costs, Judged, judge, steps_between
+from megapipe.plan.expert_placement import POLICIES, Costs, Judged, judge, steps_between
 from megapipe.plan.listing import add_forms, print_list
 from megapipe.schedule.commands.arguments import count, none_or_more, write
 from megapipe.words import counted, table
@@ -48,6 +49,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--slots", type=count, default=2, metavar="N", help="copies that a rank has room for (2)"
     )
+    parser.add_argument("--policy", choices=POLICIES, help="judge this one alone (all)")
     pool = parser.add_mutually_exclusive_group()
     pool.add_argument(
         "--maps", type=count, default=4, metavar="N", help="of the pool of each layer, at most (4)"
@@ -63,19 +65,22 @@ def run(given: argparse.Namespace) -> None:
     config = parse([str(given.folder / "config.yaml"), *given.keys]).config
     config, layout = resolve(config, None, None)
     first = layer_of(layout, given.layer)
+    if given.policy not in (None, "migrate") and (given.output or given.pool):
+        raise ConfigError(f"--policy {given.policy} has no pool: expected it without -o and --pool")
     if layout.ep == 1:
         raise ConfigError("parallel.ep=1 has all experts on each rank: expected 2 or more")
     layers = list(layout.model.experts()) if given.layer is None else [first]
-    speeds = known_speeds(config)
+    speeds, policies = Speeds.of(config), POLICIES if given.policy is None else (given.policy,)
     costs = {layer: Costs.of(config, layout, speeds, layer) for layer in layers}
     traces = traces_of(given.folder / LOG, recorded(given.folder / LOG), layout, layers)
-    pools = pools_of(given, layout, traces, costs)
+    pools = pools_of(given, layout, traces, costs) if "migrate" in policies else {}
     if given.output is not None:
         write(given.output, lambda path: write_pools(path, pools))
     found = []
     for layer in layers:
         begin = ExpertMap.even(layout.model.experts()[layer], layout.ep, given.slots)
-        found += judge(layer, traces[layer], begin, pools[layer], costs[layer])
+        pool = pools.get(layer, ())
+        found += judge(layer, traces[layer], begin, pool, costs[layer], policies)
     if not print_list(given, [each._asdict() for each in found]):
         number = len(traces[layers[0]])
         print(f"{number} recorded steps, experts over {layout.ep} ranks of {given.slots} slots")

@@ -86,11 +86,11 @@ def _rows(
 
 
 def text(rows: Sequence[Row]) -> Iterator[str]:
-    """A character for each expert."""
+    """A character for each expert, between bars."""
     width, most = max(len(row.label) for row in rows), max(len(row.loads) for row in rows)
     for row in rows:
-        drawn = "".join(map(_shade, row.loads)).ljust(most)
-        yield f"{row.label.rjust(width)} |{drawn}| {row.told}"
+        drawn = f"|{''.join(map(_shade, row.loads))}|".ljust(most + 2)
+        yield f"{row.label.rjust(width)} {drawn} {row.told}"
 
 
 def _shade(load: float) -> str:

@@ -2,8 +2,9 @@
 with experts, in 1 to 8 chunks and in each order, the fastest first: bytes that a rank sends
 per layer and micro-batch, forward and backward, within its node and to others, and the time of
 both by simulation. Speeds are those of parallel.node_gb_s, network_gb_s and per_node, log.device
-and log.efficiency. The column "wait" is the longest that an exchange waits for dense gradients
-which are reduced meanwhile, in pieces of optimizer.reduce_chunk_mib.
+and log.efficiency; of a device that is not known, such as a CPU, log.peak_tflops is needed. The
+column "wait" is the longest that an exchange waits for dense gradients which are reduced meanwhile,
+in pieces of optimizer.reduce_chunk_mib.
 
 example: experts.py simulate configs/mixtral_8x7b.yaml parallel.per_node=4 --latency-us 20
 """

@@ -49,6 +49,11 @@ MODEL = [
     Bad("a vocabulary beyond any memory", f"model.vocab_size={2**50}", 7,
         ("out of memory", "less is needed with"), late=True),
 ]  # fmt: skip
+LOSES_NODES = (
+    "model.moe.experts=8 parallel.dp=4 parallel.ep=4 parallel.layouts.half.dp=2 "
+    "parallel.layouts.half.ep=2"
+)
+"""Experts over four ranks, and over two when no more are left."""
 MOE = [
     Bad("experts that are no number", "model.moe.experts=many", 2,
         ("model.moe.experts=many: expected a whole number >= 2",)),
@@ -99,6 +104,60 @@ MOE = [
         "model.moe.experts=4 parallel.ep=2 experts.dispatch=hierarchical", 2,
         ("experts.node=2: experts are split over 2 ranks", "all of one node",
          "experts.dispatch=hierarchical does nothing: expected all_to_all")),
+    Bad("a second choice that is dropped, and a third",
+        "model.moe.experts=4 model.moe.top_k=3 model.moe.second=random", 2,
+        ("model.moe.second=random needs model.moe.top_k=2, not 3: expected always, or that",),
+        before_groups=True),
+    Bad("more choices than experts of the chosen groups",
+        "model.moe.experts=8 model.moe.groups=4 model.moe.group_top_k=1 model.moe.top_k=3", 2,
+        ("model.moe.top_k=3 is more than the 2 experts of model.moe.group_top_k=1 groups",
+         "expected at most 2"),
+        before_groups=True),
+    Bad("a balance of micro-batches that are cut into halves",
+        "model.moe.experts=4 model.moe.balance_scope=microbatch parallel.pp=2 "
+        "pipeline.schedule=chimera_backward_halving train.microbatch=2", 2,
+        ("pipeline.schedule=chimera_backward_halving cuts micro-batches into parts",
+         "model.moe.balance_scope=microbatch", "expected sequence or step"),
+        before_groups=True),
+    Bad("room for copies that nothing makes",
+        "model.moe.experts=4 parallel.ep=2 experts.slots=1", 2,
+        ("experts.slots=1 has no effect without experts.policy=shadow or balance: expected 0",),
+        before_groups=True),
+    Bad("copies where each rank has all experts",
+        "model.moe.experts=4 model.moe.ffn=8 parallel.etp=2 experts.policy=balance", 2,
+        ("experts.policy=balance has nothing to hold with parallel.ep=1", "expected none, or 2"),
+        before_groups=True),
+    Bad("copies of weights that no rank has whole", "model.moe.experts=4 parallel.ep=2 "
+        "experts.policy=balance experts.slots=1 optimizer.zero=3", 2,
+        ("experts.policy=balance sends whole weights to copies, and optimizer.zero=3 keeps none",
+         "expected none, or zero of 2 at most"),
+        before_groups=True),
+    Bad("copies by totals that nothing waits for", "model.moe.experts=4 parallel.ep=2 "
+        "experts.policy=balance experts.slots=1 optimizer.post_validation=true", 2,
+        ("experts.policy=balance goes by the totals of a step",
+         "optimizer.post_validation=true does not wait for: expected none, or false"),
+        before_groups=True),
+    Bad("rows that are rounded in fp64",
+        "model.moe.experts=4 parallel.ep=2 experts.codec=int8 model.dtype=fp64", 2,
+        ("experts.codec=int8 rounds what model.dtype=fp64 keeps exact: expected none",),
+        before_groups=True),
+    Bad("experts and their parts over ranks that there are not",
+        "model.moe.experts=4 parallel.ep=2 parallel.etp=2", 2,
+        ("parallel.ep=2 x parallel.etp=2 does not divide dp 2 x cp 1 x tp 1 = 2",
+         "ep x etp could be 1 or 2"),
+        before_groups=True),
+    Bad("two hops on one node, once nodes are lost",
+        f"{LOSES_NODES} experts.dispatch=hierarchical experts.node=2", 2,
+        ("parallel.layouts.half: experts.node=2: experts are split over 2 ranks",
+         "all of one node"), ranks=4, before_groups=True),
+    Bad("more room for copies than experts, once nodes are lost",
+        f"{LOSES_NODES} experts.policy=balance experts.slots=6", 2,
+        ("parallel.layouts.half: experts.slots=6 is more than the 4 experts that other ranks have",
+         "at parallel.ep=2: expected at most that"), ranks=4, before_groups=True),
+    Bad("bandwidths of nodes, of which one is left",
+        f"{LOSES_NODES} experts.topology=[4,2,1] experts.node=2 model.moe.balance=0.1", 2,
+        ("parallel.layouts.half: experts.node=2 does not make several nodes of parallel.ep=2",),
+        ranks=4, before_groups=True),
 ]  # fmt: skip
 LORA = [
     Bad("lora.rank is 0", "lora.rank=0", 2,

@@ -4,6 +4,7 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.errors import ConfigError, LaunchError
+from megapipe.layout.fallbacks import check_layouts
 from megapipe.layout.resolve import resolve
 
 GIVEN = (
@@ -62,6 +63,47 @@ def test_a_layout_that_does_not_go_is_refused() -> None:
     assert resolve(config, 8, 257)[1].pp == 4
     with pytest.raises(ConfigError, match="14 pipeline stages"):
         resolve(config, 4, 257)
+    with pytest.raises(ConfigError, match=r"^run.yaml: parallel.layouts.half: .*14 pipeline st"):
+        check_layouts(config, 8, where="run.yaml")
+
+
+EXPERTS = (
+    *("model.layers=2", "model.moe.experts=8", "parallel.dp=4", "parallel.ep=4"),
+    *("train.global_batch=8", "train.microbatch=1", "parallel.layouts.half.ep=2"),
+)
+HALF = (*EXPERTS, "parallel.layouts.half.dp=2")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("experts.dispatch=hierarchical", "experts.node=2"), "experts.node=2: experts are split"),
+        (("experts.policy=balance", "experts.slots=6"), "experts.slots=6 is more than the 4 exper"),
+        (
+            ("experts.topology=[4,2,1]", "experts.node=2", "model.moe.balance=0.1"),
+            "experts.node=2 does not make several nodes of parallel.ep=2 ranks",
+        ),
+        (("parallel.layouts.half.microbatch=3",), "train.global_batch=8 is not divisible by train"),
+    ],
+)
+def test_all_layouts_are_checked_at_the_start(given: tuple[str, ...], words: str) -> None:
+    """They would be refused when nodes are lost."""
+    config = parse([*HALF, *given]).config
+    assert resolve(config, 4, 257)[1].ep == 4
+    with pytest.raises(ConfigError) as caught:
+        check_layouts(config, 4)
+    assert str(caught.value).startswith(f"configuration: parallel.layouts.half: {words}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layout_is_right_that_some_number_of_processes_can_have() -> None:
+    """Where its dp is open: with one process experts could not be split, with 9 the batch not."""
+    open_dp = [key for key in HALF if ".dp=" not in key]
+    for world in (4, 9, 1):
+        check_layouts(parse(open_dp).config, world)
+    with pytest.raises(ConfigError, match=r"layouts.half: parallel.ep=3 does not divide dp 4 x"):
+        check_layouts(parse([*open_dp, "parallel.layouts.half.ep=3"]).config, 4)
+    check_layouts(parse(GIVEN).config, 8)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from megapipe.layout.speeds import Speeds
 from megapipe.plan.buckets import process_buckets
 from megapipe.plan.demand import demand, milliseconds, size_text
 from megapipe.plan.expert_choice import Cost, costs
-from megapipe.plan.expert_commands import main
+from megapipe.plan.expert_commands import main, simulate
 from megapipe.plan.pace import exchanged
 from megapipe.plan.report import report
 from megapipe.schedule.layer.search import fastest, in_turns
@@ -341,6 +341,19 @@ def test_the_page_shows_what_is_printed(
     assert printed(capsys, *command.split()).splitlines() == [line[4:] for line in lines]
 
 
+def test_the_example_of_the_help_can_be_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any machine. Those of `show` and `plan` need a run (tests/dist/test_quickstart_moe.py)."""
+    monkeypatch.setattr("megapipe.layout.speeds.local_device", lambda: None)
+    monkeypatch.chdir(Path(__file__).parents[3])
+    (example,) = re.findall(r"^example: experts\.py (.*)$", simulate.__doc__ or "", re.MULTILINE)
+    assert "layer 0: 2 of 8 experts" in printed(capsys, *example.split())
+    assert main(["simulate", "configs/quickstart_moe.yaml"]) == 2
+    assert "set log.device (as in H100) or log.peak_tflops=TFLOP/S" in capsys.readouterr().err
+    printed(capsys, "simulate", "configs/quickstart_moe.yaml", "--rows", "1", "log.peak_tflops=0.1")
+
+
 def rows_of_the_page() -> list[list[str]]:
     """Cells of the table by which the page has one choose."""
     page = (Path(__file__).parents[3] / "docs/moe.md").read_text(encoding="utf-8")
@@ -415,12 +428,13 @@ RECORDS = (
 
 
 def test_a_heat_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the last step as it was repeated, of another, and of a layer through the run."""
+    """Of the last step as it was repeated, of another, and of a layer through the run. A layer with
+    fewer experts has its bars closer together: between them a blank is an expert."""
     folder = log(tmp_path / "run", RECORDS[0], *RECORDS[2:])
     assert printed(capsys, "show", folder).splitlines() == [
         "step 4: choices of each expert by the mean of its layer",
         " layer 1 | :*@| largest 2.50, 1 without",
-        "layer 10 |#-  | largest 1.50, 0 without",
+        "layer 10 |#-|   largest 1.50, 0 without",
     ]
     assert " layer 1 |++++|" in printed(capsys, "show", folder, "--step", "2")
     assert printed(capsys, "show", folder, "--layer", "10").splitlines() == [

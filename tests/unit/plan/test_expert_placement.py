@@ -120,6 +120,17 @@ def test_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_name["balance"]["copies"] <= 4, "one slot on each of four ranks"
 
 
+def test_a_policy_that_needs_no_speed_is_judged_without(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And keys may come after options."""
+    monkeypatch.setattr("megapipe.layout.speeds.local_device", lambda: None)
+    ranks, shorter = RANKS[:2], ("--layer", "2", "--slots", "1", "--json")
+    alone = printed(capsys, RUN, "--policy", "balance", *shorter, *ranks, "log.peak_tflops=null")
+    of_all = json.loads(printed(capsys, RUN, ranks[0], *shorter, ranks[1], "log.peak_tflops=1"))
+    assert json.loads(alone) == [each for each in of_all if each["policy"] == "balance"]
+
+
 @pytest.mark.full
 def test_a_pool_is_written_and_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same maps give the same judgement, and one map is worse than four."""
@@ -157,6 +168,12 @@ EVEN = [e // 4 for e in range(16)]
         (["{run}", *RANKS, "--maps", "x"], "--maps: 'x' is not a whole number from 1 to"),
         (["{run}", *RANKS, "--maps", "2", "--pool", "x"], "--pool: not allowed with argument"),
         (["{run}", *RANKS, "log.peak_tflops=null"], "the speed of the device is not known"),
+        (
+            ["{run}", *RANKS, "log.peak_tflops=null", "--policy", "shadow"],
+            "log.peak_tflops=TFLOP/S",
+        ),
+        (["{run}", *RANKS, "--policy", "balance", "-o", "x"], "--policy balance has no pool: expe"),
+        (["{run}", *RANKS, "--policy", "best"], "--policy: invalid choice: 'best'"),
         (["{run}", *RANKS, "model.moe.experts=8"], "log.jsonl: layer 1 has 16 experts: expected 8"),
         (["{run}", *RANKS, "model.layers=4"], "0 steps with the choices of layer 3: expected 2"),
         (["{one}", *RANKS], "log.jsonl: 1 step with the choices of layer 1: expected 2 or more"),

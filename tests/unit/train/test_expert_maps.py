@@ -40,9 +40,10 @@ def maps(every: int = 1, policy: str = "balance") -> ExpertMaps:
 def test_copies_are_chosen_every_so_many_steps() -> None:
     found = maps(every=3)
     for step in range(2):
-        found.decide(step, SKEWED)
+        assert found.decide(step, SKEWED) is None
         assert not any(found.places[1].present.copies)
-    found.decide(2, SKEWED)
+    assert found.decide(2, SKEWED) == "step 3: experts with copies: 1, in layer 1"
+    assert found.decide(5, SKEWED) is None, "they are those that there are"
     assert found.places[1].present.copies == ((), (0,))
     assert {layer: counts.tolist() for layer, counts in found.counts.items()} == {
         1: [9, 1, 1, 1],

@@ -12,6 +12,7 @@ import pytest
 from megapipe.experts.map import ExpertMap
 from megapipe.layers.expert_owners import ExpertOwners
 from megapipe.train import migration
+from megapipe.train.expert_maps import ExpertMaps
 from megapipe.train.migration import Choice, Migration
 
 SKEWED = [8.0, 8.0, 1.0, 0.0, *(9, 9, 1, 1), 8.0, 9.0, 1.0, 2.0, *(3, 3, 3, 3)]
@@ -60,12 +61,19 @@ def test_layers_take_over_the_best_owners_every_so_many_steps(moved: Moved) -> N
     for step in range(2):
         found.decide(step, SKEWED)
     assert not moved
-    found.decide(2, SKEWED)
+    assert found.decide(2, SKEWED) == {1: 2}
     assert moved == [{places.owners: APART}]
     assert found.present == {1: APART, 3: BEGIN}, "the other layer's loads are equal"
     assert places.owners.present == APART
     found.decide(5, SKEWED)
     assert moved[1:] == [{}], "they are those that there are"
+
+
+def test_experts_that_move_are_told(moved: Moved) -> None:
+    maps = ExpertMaps({}, migration=of_two_layers()[0])
+    assert maps.decide(0, SKEWED) == "step 1: experts moved to other ranks: 2, in layer 1"
+    assert maps.decide(1, SKEWED) is None
+    assert len(moved) == 2
 
 
 def test_experts_stay_where_moving_them_takes_more_time_than_it_saves(moved: Moved) -> None:

@@ -105,6 +105,29 @@ def test_steps_to_watch_that_a_resumed_run_has_passed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((), ""),
+        (("experts.codec=int8",), ", rows in int8"),
+        (
+            ("experts.codec=bf16", "experts.topology=[8,2.5,1]", "experts.node=2"),
+            ", rows in bf16, balanced by bandwidths 8, 2.5, 1",
+        ),
+    ],
+)
+def test_what_experts_change_in_results(given: tuple[str, ...], told: str) -> None:
+    """In the first line and in the plan."""
+    ranks = ("parallel.dp=4", "parallel.ep=4", "train.global_batch=4", "train.microbatch=1")
+    keys = ("model.moe.experts=4", "model.moe.balance=0.1", *ranks, *given)
+    mesh = f"pp 1 x dp 4 x cp 1 x tp 1 (experts over ep 4 x etp 1{told}), 4 processes on"
+    assert line(*keys, world=4).split(" | ")[1].startswith(mesh)
+    small = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.vocab_size=257"]
+    config, layout = resolve(parse([*small, *keys]).config, 4, None)
+    plan = report(config, layout)
+    assert f"experts over ep 4 of a pipeline index by all_to_all{told}\n" in plan
+
+
+@pytest.mark.parametrize(
     ("number", "noun", "text"),
     [
         (1, "step", "1 step"),

@@ -1,0 +1,45 @@
+"""The layouts that a job may come to have when nodes are lost, checked when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.layout.others import replica_size, with_layout
+from megapipe.layout.resolve import resolve
+
+
+def check_layouts(config: Config, world: int, *, where: str = "configuration") -> None:
+    """Refuse one of ``parallel.layouts`` that cannot be had: each is resolved as if it were the
+    layout of the job. `config` is as it was given, `world` the number of processes that there are.
+
+    One that leaves dp open has several numbers of processes, and is refused if it can be had with
+    none of them. Raises :class:`ConfigError`, in one line that begins with `where` and the layout.
+    """
+    for name in config.parallel.layouts:
+        made = with_layout(config, name)
+        alone = made.parallel.model_copy(update={"layouts": {}})
+        made = made.model_copy(update={"parallel": alone})
+        problem = None
+        for processes in _numbers(made, world):
+            try:
+                resolve(made, processes, None, where=f"{where}: parallel.layouts.{name}")
+                break
+            except ConfigError as error:
+                problem = problem or error
+        else:
+            assert problem is not None
+            raise problem
+
+
+def _numbers(config: Config, world: int) -> Iterator[int]:
+    """Numbers of processes that a layout can have, at least one: the largest up to `world` first,
+    and then those above it."""
+    dp, size, train = config.parallel.dp, replica_size(config), config.train
+    if dp is not None:
+        yield dp * size
+        return
+    rounds = max(1, train.global_batch // train.microbatch)
+    fitting = [dp * size for dp in range(1, rounds + 1) if rounds % dp == 0]
+    yield from sorted(fitting, key=lambda number: (number > world, abs(number - world)))
