@@ -411,7 +411,7 @@ def test_bytes_of_copies_are_those_of_the_plan_where_slots_are_full() -> None:
 def test_a_resumed_run_has_the_copies_of_the_one_that_was_stopped(
     tmp_path: Path, dispatch: str
 ) -> None:
-    """Bitwise, also where copies were chosen steps before the checkpoint."""
+    """Bitwise, also where copies were chosen steps before the checkpoint; the step says when."""
     base = {
         "model.layers": "2",
         "model.moe.experts": "8",
@@ -431,6 +431,9 @@ def test_a_resumed_run_has_the_copies_of_the_one_that_was_stopped(
     assert [part[0]["first_step"] for part in resumed] == [0, 4, 6]
     assert sorted(resumed[-1][0]["steps"]) == list(range(7, STEPS + 1))
     assert_continues(resumed[-1], whole)
+    notes = {step: result.note for step, result in whole[0]["steps"].items() if result.note}
+    assert list(notes) == [3, 6]
+    assert notes[3].startswith("step 3: experts with copies: ")
     static = {key: value for key, value in base.items() if not key.startswith("experts.")}
     (without,) = run(tmp_path, Play("without", static))
     for step, result in without[0]["steps"].items():
