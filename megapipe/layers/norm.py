@@ -26,7 +26,7 @@ class Norm(nn.Module):
         *,
         kind: Literal["layernorm", "rmsnorm"],
         eps: float,
-        offset: bool = False,
+        offset: bool,
         kernel: NormKernel | None = None,
     ) -> None:
         super().__init__()
