@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,23 +15,7 @@ from megapipe.distributed.mesh import world_size
 from megapipe.errors import ConfigError, DataError
 from megapipe.optim.rules import Declaration, Elementwise, Part
 from megapipe.train.callbacks.callback import Callback, Run, Step
-
-
-def layers(vocab_size: int, width: int = 8) -> list[nn.Module]:
-    return [nn.Embedding(vocab_size, width), nn.Tanh(), nn.Linear(width, vocab_size)]
-
-
-class Counting:
-    """Samples that count up from their number."""
-
-    def __init__(self, split: str, sequence_length: int) -> None:
-        self.length = sequence_length + 1
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, i: int) -> list[int]:
-        return [(i + j) % 50 for j in range(self.length)]
+from tests.unit.train.objects import Counting, layers, settings
 
 
 def squares(output: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
@@ -64,16 +47,6 @@ def test_callbacks_are_called(tmp_path: Path) -> None:
     assert len(seen.losses) == 4
 
 
-def settings(folder: Path) -> dict[str, Any]:
-    return {
-        "run": {"folder": str(folder)},
-        "parallel.pp": 2,
-        "pipeline": {"channels": "in_process"},
-        "optimizer": {"lr": 0.1, "warmup_steps": None, "schedule": "constant", "clip": None},
-        "train": {"steps": 4, "sequence_length": 8, "global_batch": 4, "microbatch": 1},
-    }
-
-
 def losses(folder: Path) -> list[float]:
     records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if record["kind"] == "step"]
@@ -85,8 +58,8 @@ def test_objects_train_as_their_names_do(tmp_path: Path) -> None:
     assert run.parent == tmp_path / "a"
     assert world_size() is None
     named = settings(tmp_path / "b") | {
-        "model.source": f"{__name__}:layers",
-        "data.source": f"{__name__}:Counting",
+        "model.source": f"{layers.__module__}:layers",
+        "data.source": f"{Counting.__module__}:Counting",
         "train.loss": f"{__name__}:squares",
         "optimizer.rule": f"{__name__}:Plain",
     }

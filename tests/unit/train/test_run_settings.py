@@ -9,7 +9,7 @@ from unittest import mock
 import megapipe
 from megapipe.train.callbacks import Callback, Run, Step
 from megapipe.train.callbacks.saving import Clock
-from tests.unit.train.test_objects import Counting, layers, settings
+from tests.unit.train.objects import Counting, layers, settings
 
 
 class Collections(Callback):
