@@ -140,7 +140,7 @@ def start(
             torch.cuda.set_device(device)
             bind_near(devices.pci_address(device))
         # one rank for all: whoever else is a group further already ends with it
-        if info.rank == 0 and not progress.is_again(os.environ):
+        if info.rank == 0 and not (command.time_slices or progress.is_again(os.environ)):
             journal.does(text("looking at checkpoint.load"))
             check_load(config)
         if config.log.memory_history:
