@@ -72,6 +72,9 @@ def code_of(config: Config) -> Iterator[tuple[str, str]]:
         value = getattr(getattr(config, section), name)
         if value is not None and is_user_code(value):
             yield key, value
+    for name, layout in config.parallel.layouts.items():
+        if layout.schedule is not None and is_user_code(layout.schedule):
+            yield f"parallel.layouts.{name}.schedule", layout.schedule
     yield from ((key, source) for key, source in config.data.named if is_source(source))
 
 
