@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import contextlib
+import copy
 import gc
 import io
 import os
@@ -29,8 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given, allow_abbrev=False)
-        self._split = False
-        """Whether options are taken first, and the rest of the arguments then."""
+        self._parses = False
         self.add_argument(
             TRACEBACK,
             action="store_true",
@@ -39,13 +39,16 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._split or self._subparsers is not None:
+        if self._parses or self._subparsers is not None:
             return super().parse_known_args(args, namespace)
-        self._split = True
+        self._parses = True  # what is called below calls this method again
         try:
-            return self.parse_known_intermixed_args(args, namespace)  # calls this method again
+            found, left = super().parse_known_args(args, copy.copy(namespace))
+            if left:
+                found, left = self.parse_known_intermixed_args(args, namespace)
+            return found, left
         finally:
-            self._split = False
+            self._parses = False
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.prog} --help shows what is possible")

@@ -24,7 +24,7 @@ from megapipe.train import checkpoint_io
 from megapipe.train.checkpoint_io import Weights
 from megapipe.train.memory_copies import MemoryCopies, run_of
 from megapipe.train.run_folder import patience_s
-from megapipe.train.source import Source, of_load, told_in
+from megapipe.train.source import Source, folder_to_load, of_load
 from megapipe.train.upcycle import without_source
 from megapipe.urls import is_remote
 
@@ -135,7 +135,7 @@ def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
     text, error = "", None
     if mesh.rank == 0:
         try:
-            text = " ".join(map(str, told_in(config)))
+            text = " ".join(map(str, folder_to_load(config)))
         except MegapipeError as raised:
             error = raised
     all_or_none(mesh, error)

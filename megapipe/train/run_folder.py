@@ -49,7 +49,7 @@ class RunFolder:
     notes: list[str] = field(default_factory=list)
     """Lines on what an earlier start had left."""
     elsewhere: Place | None = None
-    """The folder of the run's checkpoints if it is not in this one."""
+    """The folder of the run's checkpoints; None: in this one."""
 
     @property
     def checkpoints(self) -> Place:

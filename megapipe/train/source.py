@@ -56,7 +56,7 @@ class Source:
             self.weights = weights
 
 
-def told_in(config: Config) -> Located:
+def folder_to_load(config: Config) -> Located:
     """The folder that ``checkpoint.load`` stands for. Raises CheckpointError if there is none."""
     runs = runs_elsewhere(config) or Path(config.run.folder)
     return located(str(config.checkpoint.load), runs, patience_s=patience_s(config))
@@ -75,10 +75,11 @@ def check_load(config: Config) -> None:
     if committed(own_checkpoints(config)):
         return
     try:
-        found = told_in(config)
+        found = folder_to_load(config)
         given: Checkpoint | HuggingFaceFolder
         if found.kind == "hugging_face":
-            given = HuggingFaceFolder.open(Path(str(found.path)))
+            assert isinstance(found.path, Path)
+            given = HuggingFaceFolder.open(found.path)
         else:
             one = found.path if found.kind == "checkpoint" else find_newest(found.path).path
             if one is None:  # none of them opens: why is told where all are looked through

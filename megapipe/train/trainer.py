@@ -73,13 +73,11 @@ class Trainer:
         self.config = config
         self.mesh = mesh
         self.stop = stop
-        path = Path(config.run.folder) / config.run.name
-        runs = run_folder.runs_elsewhere(config)
         self.folder = run_folder.take(
-            path,
+            Path(config.run.folder) / config.run.name,
             mesh,
             local_rank=local_rank,
-            checkpoints=runs and runs / config.run.name,
+            checkpoints=run_folder.own_checkpoints(config),
         )
         try:
             self._set_up(layout, tokenizer, local_rank, callbacks)

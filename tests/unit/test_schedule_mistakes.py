@@ -28,8 +28,7 @@ def refuse(capsys):
     [
         ([], "the following arguments are required: COMMAND"),
         (["simulat"], "invalid choice: 'simulat'"),
-        (["simulate"], "required: --ranks, --microbatches"),
-        (["simulate", *SMALL], "required: NAME"),
+        (["simulate"], "required: NAME, --ranks, --microbatches"),
         (["simulate", "zb_h2x", *SMALL], "'zb_h2x' is unknown; did you mean "),
         (["simulate", "1f1b", *SMALL, "--fo\no"], "unrecognized arguments: --fo o"),
         (
