@@ -64,6 +64,7 @@ def test_some_pairs(world: int, every: int) -> None:
     check([case for case in cases if case.world == world][::every], world)
 
 
+@pytest.mark.full
 def test_every_possible_pair_is_held() -> None:
     MATRIX.check_held(choices_of_pairs())
 

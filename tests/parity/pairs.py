@@ -11,7 +11,7 @@ from typing import Any
 
 Choice = dict[str, Any]
 """A value for each dimension."""
-DRAWS = 500
+DRAWS = 300
 """Choices of which the best is taken."""
 
 
