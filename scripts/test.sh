@@ -26,7 +26,10 @@ export OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE # set, each of the thousand processes would compile the sources again
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
-.venv/bin/python -m mypy
+types=$(mktemp)
+.venv/bin/python -m mypy >"$types" 2>&1 & # one core's work, beside the tests
+mypy=$!
+trap 'kill $mypy 2>/dev/null || :; rm -f "$types"' EXIT
 if [[ $marks == 'not slow and not gpu' ]]; then
   # megatron-core, peft and lm-evaluation-harness, with what the last two need to be imported
   .venv/bin/python -m pip --disable-pip-version-check install -q --no-deps megatron-core==0.16.1 \
@@ -45,4 +48,6 @@ if ((whole && status == 1)) && (($(grep -c '": true' "$failed") <= 5)); then
   .venv/bin/python -m pytest -m "$marks" --last-failed --last-failed-no-failures none || status=$?
   ((status)) || printf 'passed alone, after a failure beside others:\n%s\n' "$again" >&2
 fi
+wait "$mypy" || status=$?
+cat "$types"
 exit "$status"

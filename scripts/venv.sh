@@ -56,10 +56,20 @@ venv_create() {
   "$python" -m venv --clear .venv
 }
 
+# Compiles what training and tests import, which takes a quarter of the time that pip would take for
+# all files of all packages. An import that fails is told of where it is needed.
+venv_compile() {
+  env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c \
+    'import datasets, pytest, torch._dynamo, transformers.models.auto, megapipe.train.trainer' \
+    >/dev/null 2>&1 || :
+}
+
 venv_install() {
-  local pip=(.venv/bin/python -m pip --disable-pip-version-check install -c constraints.txt)
+  local pip=(.venv/bin/python -m pip --disable-pip-version-check install --no-compile
+    -c constraints.txt)
   "${pip[@]}" torch
   "${pip[@]}" -e '.[log,dev]'
+  venv_compile
   venv_digest >"$venv_stamp"
 }
 

@@ -16,9 +16,10 @@ from typing import Any
 from unittest import mock
 
 from megapipe.launch.local import RankError, run_ranks
-from megapipe.testing import PRELOAD, WorldError
+from megapipe.testing import WorldError
 from tests.fake_cuda import build
 from tests.fake_cuda.ledger import Ledger, compare
+from tests.parity.forked import loaded
 
 DEVICES = 8
 """All that there are; a rank's own is the one of its number."""
@@ -83,7 +84,7 @@ def observe(
 def _server() -> forkserver.ForkServer:
     """The forkserver with the device, started on first use."""
     server = forkserver.ForkServer()
-    server.set_forkserver_preload(["tests.fake_cuda.preload", *PRELOAD])
+    server.set_forkserver_preload(["tests.fake_cuda.preload", *loaded()])
     environ = {"FAKE_CUDA_LIBRARY": str(build.library()), "FAKE_CUDA_DEVICES": str(DEVICES)}
     with mock.patch.dict(os.environ, environ):
         server.ensure_running()

@@ -24,16 +24,12 @@ from types import MappingProxyType
 
 import torch
 
-from megapipe.testing import PRELOAD
+from tests.parity.forked import start_server
 from tests.parity.jobs import LAUNCHERS, LIMIT_S, ROOT, Outcome, free_port
 from tests.parity.privileges import obey_permissions
 
 PROCESSOR_S = 15.0
 """Processor time that it may take to report a mistake; a machine may be shared."""
-_LOADED = (
-    *("transformers.models.llama.configuration_llama", "transformers.models.auto"),
-    *("tokenizers", "pyarrow.parquet", "megapipe.data.commands", "megapipe.convert.commands"),
-)
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,7 @@ def _fork(
     """Exit codes, and what all processes have written to both streams. What takes longer is
     killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *_LOADED])
+    start_server()
 
     def taken(name: str) -> str:
         paths = [folder / f".{name}-{rank}" for rank in range(ranks)]
