@@ -1,14 +1,15 @@
 """What all benchmarks share: their command line, fair timing, and the form of their results.
 
 A benchmark measures a few claims. It prints them as a table, and with ``--json FILE`` writes a list
-of ``{claim, value, target, unit, peer, met}``. A claim that is not met is a result, not an error:
-the exit code is 0.
+of ``{claim, value, target, unit, peer, met}``; a value that is no number is null there. A claim that
+is not met is a result, not an error: the exit code is 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -40,10 +41,10 @@ class Result:
     def met(self) -> bool:
         return self.value >= self.target if self.at_least else self.value <= self.target
 
-    def as_json(self) -> dict[str, str | float | bool]:
+    def as_json(self) -> dict[str, str | float | bool | None]:
         return {
             "claim": self.claim,
-            "value": self.value,
+            "value": self.value if math.isfinite(self.value) else None,  # JSON has no such numbers
             "target": self.target,
             "unit": self.unit,
             "peer": self.peer,

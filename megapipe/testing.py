@@ -13,7 +13,7 @@ from typing import Any
 from megapipe.launch.local import RankError, World, run_ranks
 
 PRELOAD = ("torch", "torch._dynamo", "megapipe.testing", "megapipe.train.trainer")
-"""What the forkserver has loaded; seeding torch's generator needs torch._dynamo."""
+"""Modules that the forkserver has loaded; seeding torch's generator needs torch._dynamo."""
 GROUP_TIMEOUT_S = 30.0
 
 __all__ = ["World", "WorldError", "run_world"]

@@ -231,8 +231,8 @@ class ParallelMesh:
         peers = {axis: grid.peers(self.rank, axis) for axis in AXES}
 
         def axes_of(backend: str, names: Sequence[AxisName]) -> dict[AxisName, Axis]:
-            groups = {name: self._new_group(peers[name], backend) for name in names}
-            return {name: self.connected(self._axis(peers[name], groups[name])) for name in names}
+            made = {name: self._new_axis(peers[name], backend) for name in names}
+            return {name: self.connected(axis) for name, axis in made.items()}
 
         nccl = self.backend == "nccl"
         self._host = axes_of("gloo" if nccl else self.backend, AXES)
@@ -258,13 +258,11 @@ class ParallelMesh:
             options = dist.ProcessGroupNCCL.Options()
             options.config.max_ctas = ctas
             options._timeout = self.timeout
-        return self._axis(ranks, self._new_group(ranks, options=options))
+        return self._new_axis(ranks, options=options)
 
     def host_group_of(self, ranks: Sequence[int]) -> Axis:
         """The same for what is in host memory; it is connected. No GPU waits, or is waited for."""
-        if len(ranks) == 1:
-            return Axis.alone(self.rank)
-        return self.connected(self._axis(ranks, self._new_group(ranks, "gloo")))
+        return self.connected(self._new_axis(ranks, "gloo"))
 
     def connected(self, axis: Axis) -> Axis:
         """Set up the axis' communicator for collectives, by making some; returns `axis`."""
@@ -279,8 +277,18 @@ class ParallelMesh:
             start_all_to_all(numbers, axis)[1]()
         return axis
 
-    def _new_group(
+    def _new_axis(
         self, ranks: Sequence[int], backend: str | None = None, *, options: Any = None
+    ) -> Axis:
+        """A new group; one rank has none, whose threads would look for messages that never come."""
+        if len(ranks) == 1:
+            return Axis.alone(self.rank)
+        group = self._new_group(ranks, backend, options)
+        line = self.journal.line(dist.distributed_c10d._world.pg_names[group], ranks)
+        return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group, line)
+
+    def _new_group(
+        self, ranks: Sequence[int], backend: str | None, options: Any
     ) -> dist.ProcessGroup:
         """A group as of ``dist.new_group``, under a name on which the members agree.
 
@@ -308,12 +316,6 @@ class ParallelMesh:
         others[group] = {rank: index for index, rank in enumerate(ranks)}
         return group
 
-    def _axis(self, ranks: Sequence[int], group: dist.ProcessGroup) -> Axis:
-        if len(ranks) == 1:
-            return Axis.alone(self.rank)
-        line = self.journal.line(dist.distributed_c10d._world.pg_names[group], ranks)
-        return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group, line)
-
     def holders_of(self, pp_indices: Sequence[int]) -> Axis:
         """A new group of the ranks of several pipeline indices that have this one's other
         coordinates, for what is in host memory; this rank is alone where it is not among them."""
@@ -335,10 +337,7 @@ class ParallelMesh:
     @functools.cached_property
     def ep(self) -> Axis:
         """Ranks over which experts are split. All of them ask for it at once."""
-        ranks = self.grid.expert_peers(self.rank)
-        if len(ranks) == 1:
-            return Axis.alone(self.rank)
-        return self.connected(self.group_of(ranks))
+        return self.connected(self.group_of(self.grid.expert_peers(self.rank)))
 
     @functools.cached_property
     def expert_hops(self) -> tuple[Axis, Axis] | None:
@@ -354,8 +353,6 @@ class ParallelMesh:
         """Ranks over which the inner width of the same experts is split. All of them ask for it at
         once."""
         size = self.grid.etp
-        if size == 1:
-            return Axis.alone(self.rank)
         if self.grid.ep == 1:
             return self.ep
         first = self.rank - self.rank % size

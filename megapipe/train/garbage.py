@@ -17,9 +17,10 @@ class Garbage:
     def __init__(self, every: int) -> None:
         self.every = every
         self._was_on = True
+        self._hidden = 0
 
     def __enter__(self) -> Garbage:
-        self._was_on = gc.isenabled()
+        self._was_on, self._hidden = gc.isenabled(), gc.get_freeze_count()
         if self.every:
             gc.collect()
             gc.freeze()
@@ -33,6 +34,7 @@ class Garbage:
 
     def __exit__(self, *_: object) -> None:
         if self.every:
-            gc.unfreeze()
+            if not self._hidden:  # by a process that shares its memory with its forks
+                gc.unfreeze()
             if self._was_on:
                 gc.enable()

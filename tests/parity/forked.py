@@ -14,12 +14,12 @@ _LIBRARIES = (
     *("pytest", "hypothesis", "tokenizers", "safetensors.torch", "transformers.models.auto"),
     *("transformers.models.llama.modeling_llama", "torch.nn.attention.flex_attention"),
 )
-_COMMANDS = ("megapipe.data.commands", "megapipe.convert.commands")
+_OURS = ("megapipe.data.commands", "megapipe.convert.commands", "megapipe.model.gpt.stage")
 
 
 def loaded() -> list[str]:
     """The modules that a server loads, the last of which closes the list."""
-    return [*testing.PRELOAD, *_LIBRARIES, *_COMMANDS, "tests.parity.frozen"]
+    return [*testing.PRELOAD, *_LIBRARIES, *_OURS, "tests.parity.frozen"]
 
 
 def start_server() -> None:

@@ -100,6 +100,17 @@ class Pairs:
             choices.append(best)
         return self.plainer(choices)
 
+    def varied(self, rng: random.Random, given: Mapping[str, Any]) -> Choice | None:
+        """A random choice with these values, if there is any: from a plain one on, each dimension
+        takes a random value where the others allow it."""
+        choice = self.completion(given)
+        names = [name for name in self.dimensions if name not in given]
+        for name in (*rng.sample(names, len(names)), *rng.sample(names, len(names))):
+            if choice is not None and rng.random() >= self.plain_share.get(name, 0):
+                other = choice | {name: rng.choice(self.dimensions[name])}
+                choice = choice if self.excluded(other) else other
+        return choice
+
     def plainer(self, choices: list[Choice]) -> list[Choice]:
         """The same pairs, with the plain value of each dimension that is to be plain more often
         wherever no pair is lost."""

@@ -151,10 +151,10 @@ def sizes_of_groups(scale: Any, world: int) -> list[int]:
 
 
 def test_a_process_makes_as_many_groups_in_any_world(scale: Any) -> None:
-    """Axes, then two channels, then the holders of the tied embedding."""
+    """Axes but for cp, of one rank; then two channels, then the holders of the tied embedding."""
     for world in (8, 16384):
         dp = world // 4
-        assert sizes_of_groups(scale, world) == [2, dp, 1, 2, 2, 2, 2 * dp]
+        assert sizes_of_groups(scale, world) == [2, dp, 2, 2, 2, 2 * dp]
 
 
 EXPERTS = ("model.moe.experts=4", "model.moe.ffn=16", "parallel.sequence_parallel=true")
