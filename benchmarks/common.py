@@ -1,8 +1,8 @@
 """What all benchmarks share: their command line, fair timing, and the form of their results.
 
 A benchmark measures a few claims. It prints them as a table, and with ``--json FILE`` writes a list
-of ``{claim, value, target, unit, peer, met}``; a value that is no number is null there. A claim that
-is not met is a result, not an error: the exit code is 0.
+of ``{claim, value, target, unit, peer, met}``; a value that is no number is null there. A claim
+that is not met is a result, not an error: the exit code is 0.
 """
 
 from __future__ import annotations
