@@ -65,7 +65,7 @@ def test_every_policy_and_schedule_on_tensor_parallel_ranks() -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
-@some_or_all(2)
+@some_or_all(4)
 def test_over_a_wire(some: slice) -> None:
     given = [
         Case(pp=2, m=3, schedule="zb_h1", activations=name, layers=4, model="llama")

@@ -157,7 +157,9 @@ SEVERAL = [
 ]
 
 
-@in_parts(("world", "every"), [(2, 1), (3, 1), (4, 1), (4, 2)], default=[(2, 1)], full=[(4, 2)])
+@in_parts(
+    ("world", "every"), [(2, 1), (2, 3), (3, 1), (4, 1), (4, 4)], default=[(2, 3)], full=[(4, 4)]
+)
 def test_processes_train_as_the_definitions_say(world: int, every: int) -> None:
     check([case for case in SEVERAL if case.world == world][::every])
 
@@ -241,7 +243,7 @@ def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[StaleOutcome],
     return outcomes, numbers
 
 
-@some_or_all(4)
+@some_or_all(7)
 def test_compiled_blocks_keep_the_version_of_their_forward(some: slice) -> None:
     ((outcomes, numbers),) = run_world(1, run_traced, COMPILED[some], timeout_s=240)
     for case, outcome, graphs in zip(COMPILED[some], outcomes, numbers, strict=True):

@@ -303,7 +303,7 @@ def test_the_referee_agrees() -> None:
     assert min(right, wrong) > 20
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_referee_agrees_on_2000() -> None:
     right, wrong = compare_with_game(range(1000, 3500))
     assert right + wrong >= 2000
