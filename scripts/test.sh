@@ -30,6 +30,7 @@ types=$(mktemp)
 .venv/bin/python -m mypy >"$types" 2>&1 & # one core's work, beside the tests
 mypy=$!
 trap 'kill $mypy 2>/dev/null || :; rm -f "$types"' EXIT
+trap 'exit 130' INT # what runs in the background does not hear Ctrl-C
 if [[ $marks == 'not slow and not gpu' ]]; then
   # megatron-core, peft and lm-evaluation-harness, with what the last two need to be imported
   .venv/bin/python -m pip --disable-pip-version-check install -q --no-deps megatron-core==0.16.1 \

@@ -59,6 +59,9 @@ with open(pathlib.Path(sys.prefix).parent / "log", "a") as log:
     print(json.dumps(["{name}", *sys.argv[1:]]), file=log)
 assert os.environ["OMP_NUM_THREADS"] == "1"
 print("{name} says")
+if os.environ.get("WAITS") == "{name}":
+    import time
+    time.sleep(600)
 sys.exit(int(os.environ.get("EXIT_{variable}", "0")))
 """
 
@@ -115,12 +118,16 @@ def run(tree, script, *arguments, **environment):
     )
 
 
-def take_log(tree):
-    """What was started since the last call, in order; mypy, beside which all else goes on, is put
-    where it is started."""
+def started_in(tree):
+    """What was started since the log was taken, in order."""
     log = tree / "log"
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    log.unlink(missing_ok=True)
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def take_log(tree):
+    """The same, and a new log; mypy, beside which all else goes on, is put where it is started."""
+    lines = started_in(tree)
+    (tree / "log").unlink(missing_ok=True)
     if ["mypy"] in lines:
         lines.remove(["mypy"])
         lines.insert(lines.index(["ruff", "format", "--check", "."]) + 1, ["mypy"])
@@ -181,6 +188,26 @@ def test_a_failing_check_is_the_exit_code(tree, tool, started):
     assert done.returncode == 3
     assert done.stdout.splitlines()[-1] == ("ruff says" if tool == "RUFF" else "mypy says")
     assert take_log(tree) == [*INSTALL, *CHECKS[:started]]
+
+
+def test_ctrl_c_ends_the_tests_and_the_types_beside_them(tree):
+    """A terminal sends the signal to all, but to a process in the background it says nothing."""
+    run(tree, "test.sh")
+    take_log(tree)
+    for tool in MODULES[1:]:
+        started = subprocess.Popen(
+            [tree / "scripts/test.sh"],
+            env={**os.environ, "WAITS": tool},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        while PYTEST not in started_in(tree):
+            time.sleep(0.1)
+        os.killpg(started.pid, signal.SIGINT)
+        started.communicate(timeout=60)  # its output ends with the last process that has it
+        assert started.returncode == 130
+        take_log(tree)
 
 
 @pytest.mark.parametrize("package", ["torch", "rest"])
