@@ -1,4 +1,4 @@
-"""Starts the ranks of ``train.py`` as forks of one process that has loaded torch and the trainer.
+"""Starts ranks of this program as forks of one process that has loaded torch and the trainer.
 
 To load them takes each process some seconds, and longer from a network file system or with fewer
 cores than ranks. A node does it once here, for all its ranks and for each start of the job: the
@@ -28,6 +28,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.machinery import PathFinder
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +40,9 @@ from megapipe.errors import LaunchError
 from megapipe.launch.signals import STOP_SIGNALS
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+PACKAGE = "megapipe"
+"""Whose commands are ``python -m megapipe train``."""
+INIT = Path(__file__).resolve().parents[1] / "__init__.py"
 LOADED = ("megapipe.cli", "megapipe.train.job", "megapipe.train.main", "megapipe.train.trainer")
 """Modules that the program imports sooner or later."""
 POLL_S = 0.01
@@ -46,10 +51,21 @@ _END_WITH_PARENT, _ADOPT = 1, 36
 
 
 def can_fork(command: Sequence[str]) -> bool:
-    """Whether the ranks of a job may be forks: of this package's own program, on Linux, and where
-    this process has no other thread."""
-    own = Path(command[0]).suffix == ".py" and Path(command[0]).resolve() == TRAIN
-    return own and sys.platform == "linux" and threading.active_count() == 1
+    """Whether the ranks of a job may be forks: of this package's own program or commands, on Linux,
+    and where this process has no other thread."""
+    own = _is_package(command) or (
+        Path(command[0]).suffix == ".py" and Path(command[0]).resolve() == TRAIN
+    )
+    alone = sys.platform == "linux" and threading.active_count() == 1
+    return own and alone and not getattr(sys.flags, "safe_path", False)
+
+
+def _is_package(command: Sequence[str]) -> bool:
+    """Whether the program is ``-m megapipe``, and no other one of that name is in the current
+    folder, where Python looks first."""
+    here = PathFinder.find_spec(PACKAGE, [str(Path.cwd())])
+    other = here is not None and here.origin and Path(here.origin).resolve() != INIT
+    return list(command[:2]) == ["-m", PACKAGE] and not other
 
 
 class Forks:
@@ -91,7 +107,8 @@ class Forks:
         self, *, args: Sequence[object], env: Mapping[str, str], **_: object
     ) -> RankHandler:
         """Start a rank; in place of torch's function of subprocess handlers. `args` are those of
-        Python: ``-u train.py`` and what comes after it; `env` is added to this process's.
+        Python: ``-u train.py`` or ``-u -m megapipe``, and what comes after; `env` is added to this
+        process's.
 
         Raises :class:`LaunchError` where the system cannot."""
         arguments = [str(argument) for argument in args[1:]]
@@ -168,8 +185,7 @@ def _serve(channel: Connection, launcher: int, signals: Any) -> NoReturn:
                 os.setsid()
                 channel.send(os.getpid())
                 channel.close()
-                _become(arguments, environ)
-                _run(signals)
+                _run(_become(arguments, environ), signals)
         os.waitpid(between, 0)
 
 
@@ -180,8 +196,9 @@ def _load() -> None:
         importlib.import_module(name)
 
 
-def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Set this process up as Python does that for ``python -u train.py`` with such arguments."""
+def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> Callable[[], object]:
+    """Set this process up as Python does that for ``python -u`` with such arguments; returns what
+    runs the program."""
     threads = environ.get("OMP_NUM_THREADS")
     if threads != os.environ.get("OMP_NUM_THREADS") and threads:  # which was read by what is loaded
         import torch
@@ -189,11 +206,16 @@ def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         torch.set_num_threads(int(threads))
     os.environ.clear()
     os.environ.update(environ)
-    sys.argv = list(arguments)
-    sys.path[0] = str(TRAIN.parent)
+    if arguments[0] == "-m":
+        run = partial(runpy.run_module, arguments[1], run_name="__main__", alter_sys=True)
+        sys.argv, sys.path[0] = ["-m", *arguments[2:]], str(Path.cwd())
+    else:
+        run = partial(runpy.run_path, arguments[0], run_name="__main__")
+        sys.argv, sys.path[0] = list(arguments), str(TRAIN.parent)
     sys.stdout, sys.stderr = _unbuffered(sys.stdout, 1), _unbuffered(sys.stderr, 2)
     with contextlib.suppress(OSError):  # the name that `top` and `ps -o comm` show
         Path("/proc/self/comm").write_text(f"rank {environ.get('RANK')}")
+    return run
 
 
 def _unbuffered(stream: Any, number: int) -> io.TextIOWrapper:
@@ -205,11 +227,11 @@ def _unbuffered(stream: Any, number: int) -> io.TextIOWrapper:
     )
 
 
-def _run(signals: Any) -> None:
-    """Run the program, and end as it does; those signals are blocked no more but `signals`."""
+def _run(program: Callable[[], object], signals: Any) -> None:
+    """Run the program, and end as it does; no signals are blocked but `signals`."""
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-        runpy.run_path(str(TRAIN), run_name="__main__")
+        program()
     except KeyboardInterrupt:
         os._exit(INTERRUPTED)
     except SystemExit as end:

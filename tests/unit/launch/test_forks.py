@@ -26,6 +26,9 @@ def main(argv):
     import torch
     shown = {
         "argv": [sys.argv, argv],
+        "main": [sys.modules["__main__"].__name__, *(
+            getattr(sys.modules["__main__"].__spec__, name, "") for name in ("name", "origin")
+        )],
         "path": sys.path,
         "environ": {k: v for k, v in os.environ.items() if not k.startswith(("MASTER", "TORCH"))},
         "handlers": {n: str(signal.getsignal(n)) for n in (*range(1, 32),)},
@@ -55,20 +58,24 @@ def main(argv):
 LAUNCH = """
 import os, sys
 from megapipe.launch import forks, launcher
-forks.TRAIN = type(forks.TRAIN)({program!r}).resolve()
+forks.TRAIN = type(forks.TRAIN)({folder!r}).resolve() / "train.py"
+forks.PACKAGE, forks.INIT = "package", forks.TRAIN.parent / "package/__init__.py"
+assert launcher.can_fork({program!r})
 if not {forked}:
     launcher.can_fork = lambda command: False
 os.environ["TEST_LAUNCHER"] = str(os.getpid())
-sys.exit(launcher.main(["--nproc", "2", {program!r}, "a=1", "b c"]))
+sys.exit(launcher.main(["--nproc", "2", *{program!r}, "a=1", "b c"]))
 """
 
 
-def launched(folder: Path, forked: bool) -> list[dict[str, Any]]:
+def launched(folder: Path, program: list[str], forked: bool) -> list[dict[str, Any]]:
     """What ranks of a launcher show of themselves."""
     (folder / "shown.py").write_text(SHOW)
-    program = folder / "train.py"
-    program.write_text("import sys\nfrom shown import main\nmain(sys.argv[1:])\n")
-    code = LAUNCH.format(program=str(program), forked=forked)
+    (folder / "package").mkdir()
+    (folder / "package/__init__.py").touch()
+    for name in ("train.py", "package/__main__.py"):
+        (folder / name).write_text("import sys\nfrom shown import main\nmain(sys.argv[1:])\n")
+    code = LAUNCH.format(folder=str(folder), program=program, forked=forked)
     environ = {**os.environ, "TEST_FOLDER": str(folder), "PYTHONPATH": f"{folder}:{ROOT}"}
     environ.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(
@@ -87,12 +94,13 @@ def launched(folder: Path, forked: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_a_rank_is_as_if_torchrun_had_started_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [["train.py"], ["-m", "package"]], ids=" ".join)
+def test_a_rank_is_as_if_torchrun_had_started_it(program: list[str], tmp_path: Path) -> None:
     found = []
     for forked in (True, False):
         folder = tmp_path / str(forked)
         folder.mkdir()
-        found.append(launched(folder, forked))
+        found.append(launched(folder, program, forked))
     for ours, theirs in zip(*found, strict=True):
         for name, value in theirs.items():
             expected = json.loads(json.dumps(value).replace("/False", "/True"))
@@ -106,9 +114,14 @@ def test_other_programs_are_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     assert can_fork(["train.py"]) == (Path("train.py").resolve() == TRAIN)
     assert can_fork([str(TRAIN), "configs/quickstart.yaml"])
+    assert can_fork(["-m", "megapipe", "train"])
     other = tmp_path / "train.py"
     other.write_text("")
     assert not can_fork([str(other)])
+    assert not can_fork(["-m", "megapipe.launch"])
+    monkeypatch.chdir(tmp_path)
+    assert can_fork(["-m", "megapipe", "train"])
+    (tmp_path / "megapipe.py").write_text("")
     assert not can_fork(["-m", "megapipe", "train"])
 
 
