@@ -242,7 +242,7 @@ def test_a_rank_that_hangs(tmp_path: Path) -> None:
     assert all(figure.met for figure in campaign.figures(records))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_job_with_a_kill_at_any_time(tmp_path: Path) -> None:
     """One, so soon that the model has nothing to say about it: the run goes on after it."""
     layout = Layout(2, {"parallel.pp": "2"})

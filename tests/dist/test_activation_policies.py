@@ -65,7 +65,7 @@ def test_every_policy_and_schedule_on_tensor_parallel_ranks() -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
-@some_or_all(4)
+@some_or_all(8)
 def test_over_a_wire(some: slice) -> None:
     given = [
         Case(pp=2, m=3, schedule="zb_h1", activations=name, layers=4, model="llama")
@@ -76,7 +76,7 @@ def test_over_a_wire(some: slice) -> None:
         check_case(case, [outcomes[i] for outcomes in results])
 
 
-@some_or_all(3)
+@some_or_all(6)
 def test_dropout_is_the_same_bitwise(some: slice) -> None:
     """Norms that have one gradient for their input are run again to the same bits."""
     given = [
@@ -157,7 +157,7 @@ def measure_evenly(world: World, given: list[Case]) -> list[Alive]:
         return measure_all(world, given)
 
 
-@some_or_all(5)
+@some_or_all(10)
 def test_bytes_of_experts(some: slice) -> None:
     """Of a part of each sequence; and of experts on two ranks, where these are chosen evenly."""
     split = Case(tp=2, pp=4, in_process=True, layers=8, sequence_parallel=True)
@@ -239,7 +239,7 @@ def measure_within(world: World, given: list[Case]) -> list[dict[str, int]]:
     ]
 
 
-@some_or_all(3)
+@some_or_all(6)
 def test_peaks_within_operations_where_attention_is_kept(some: slice) -> None:
     base = Case(cp=2, pp=4, in_process=True, layers=8, sequence=64)
     check_peaks(
@@ -302,7 +302,7 @@ def measure_evenly_within(world: World, given: list[Case]) -> list[dict[str, int
         return measure_within(world, given)
 
 
-@some_or_all(9)
+@some_or_all(18)
 def test_peaks_within_operations_of_experts(some: slice) -> None:
     """On two ranks, or with one part of each sequence, where they are chosen evenly."""
     split = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True)

@@ -214,7 +214,7 @@ def measure_all(world: World, cases: list[Case]) -> list[list[tuple[int, int, in
     return [measure(world, case) for case in cases]
 
 
-@in_parts("name", names(), default=6, full=3)
+@in_parts("name", names(), default=12, full=6)
 def test_every_schedule_keeps_its_promise(name: str) -> None:
     # a loss in chunks leaves no weight gradient to W: a last stage without layers would hold less
     settings = registry_cases.settings(name)

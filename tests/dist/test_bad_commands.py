@@ -55,7 +55,7 @@ def test_of_token_files(bad: Bad, folder: Path) -> None:
 @in_parts(
     "bad",
     [bad for bad in CASES if bad not in OF_TOKEN_FILES],
-    full=3,
+    full=6,
     ids=lambda bad: bad.name,
 )
 def test_of_texts_and_models(bad: Bad, folder: Path) -> None:

@@ -55,7 +55,7 @@ CASES = [
     ("world", "every"),
     [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (8, 1)],
     default=[(1, 1), (2, 1), (3, 1)],
-    full=[(4, 2), (8, 1)],
+    full=[(4, 2)],
 )
 def test_cases(world: int, every: int) -> None:
     cases = [case for case in CASES if case.world == world][::every]

@@ -74,7 +74,7 @@ def flipped(world: World, case: Case) -> dict[str, Any]:
         "own": {},
         "told": [],
     }
-    for turn in range(3 * world.size):
+    for turn in range(2 * world.size):
         draw = random.Random(f"{case.name} {turn}")
         mine = mesh.rank == turn % world.size and bool(copies.held)
         if mine:

@@ -58,7 +58,7 @@ def test_a_run_has_its_ranks_compare_every_key() -> None:
     assert outcome(list(GIVEN)).items() <= values.items()
 
 
-@in_parts("section", SECTIONS, default=["parallel"], full=3)
+@in_parts("section", SECTIONS, default=["parallel"], full=6)
 def test_ranks_see_every_difference(section: str, port: int) -> None:
     for key in (key for key in KEYS if key.rpartition(".")[0] == section and key not in ALONE):
         common, different = other(key)

@@ -95,7 +95,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 }
 
 
-@in_parts("damage", DAMAGES, full=2)
+@in_parts("damage", DAMAGES, full=4)
 def test_a_step_that_is_asked_for_is_never_replaced(damage: str, folder: Path) -> None:
     """Though an older one and one of the same step lie beside it, intact."""
     make, words = DAMAGES[damage]

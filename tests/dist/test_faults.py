@@ -18,7 +18,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@in_parts("fault", FAULTS, default=6, full=3, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, default=12, full=4, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     ranks = outcomes[fault.__name__]
     texts = {outcome for outcome in ranks if isinstance(outcome, str)}

@@ -65,6 +65,7 @@ def trained(world: World, case: Case, optimizer: dict[str, Any], scale: float | 
     return run
 
 
+@pytest.mark.full
 def test_it_trains_as_fp32_does_in_any_layout() -> None:
     (plain,) = run_world(1, trained, replace(CASE, dtype="fp32"), {})
     assert plain.losses[-1] < 0.7 * plain.losses[0]

@@ -42,10 +42,11 @@ def assert_noticed_in_time(hang: Hang) -> None:
             "F stage 0 micro-batch 1",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             Fault(0, "spin", action=7),
             "comes no further",
             "receive I of stage 1 micro-batch 0 from rank 1",
+            marks=pytest.mark.slow,
         ),
         (Fault(3, "lock", hook="before_save"), "something holds Python's lock", ""),
         (Fault(1, "lose", action=3), "what it has sent does not arrive", "receive I of stage 1 "),
@@ -75,6 +76,7 @@ def test_the_culprit(
     assert not [path for path in report.iterdir() if SECRET.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_launcher_starts_the_job_again(tmp_path: Path) -> None:
     fault = Fault(0, "stop", step=5, action=2)
     ends = {"train.steps": "6", "optimizer.schedule": "cosine", "parallel.pp": "2"}

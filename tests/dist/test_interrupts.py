@@ -145,7 +145,11 @@ PATIENT = {"parallel.timeout_s": "600"}
 """Ranks that would wait for each other for longer than a test may take."""
 
 
-@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGTERM, 0.0), (signal.SIGUSR1, 2.5)])
+@in_parts(
+    ("number", "seconds"),
+    [(signal.SIGTERM, 0.0), (signal.SIGUSR1, 2.5)],
+    full=[(signal.SIGTERM, 0.0)],
+)
 def test_a_scheduler_stops_all_ranks_before_the_first_step(
     number: signal.Signals, seconds: float, tmp_path: Path
 ) -> None:

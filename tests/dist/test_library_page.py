@@ -40,6 +40,7 @@ def run(cells: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert {language for language, _ in fenced} == {"python"}

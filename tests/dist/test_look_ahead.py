@@ -18,6 +18,7 @@ from tests.parity import reference
 from tests.parity.cases import END, validation_rows, validation_samples
 from tests.parity.checking import assert_same_bits, check_loss, values_at
 from tests.parity.expected import validation
+from tests.parity.marks import in_parts
 from tests.parity.outcome import Outcome
 from tests.parity.ranks import (
     Case,
@@ -43,7 +44,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@in_parts("world", [1, 4], default=[1], full=[4])
 def test_gradients_are_those_of_weights_that_plain_formulas_predict(world: int) -> None:
     cases = [case for case in CASES if case.world == world]
     ranks = run_world(world, run_cases, cases, timeout_s=30 + 10 * len(cases))

@@ -112,8 +112,7 @@ def moments() -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", MOVED, ids=lambda case: case.name)
+@in_parts("case", MOVED, full=3, ids=lambda case: case.name)
 def test_all_goes_with_an_expert_and_nothing_else(
     case: Case, moments: dict[str, list[Any]]
 ) -> None:
@@ -132,7 +131,7 @@ TRAINED = [
 ]
 
 
-@in_parts("case", TRAINED, full=2, ids=lambda case: case.name)
+@in_parts("case", TRAINED, full=4, ids=lambda case: case.name)
 def test_experts_that_move_after_each_step_are_trained_as_others(case: Case) -> None:
     check_case(case, run_world(4, run_moving, case))
 

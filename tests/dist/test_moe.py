@@ -181,8 +181,8 @@ def of_world(world: int, cases: list[Case]) -> list[Case]:
 
 @in_parts(
     ("world", "first", "every"),
-    [(1, 5, 6), (2, 6, 12), (4, 1, 16)],
-    default=[(1, 5, 6), (2, 6, 12)],
+    [(1, 5, 12), (2, 6, 24), (4, 1, 16)],
+    default=[(1, 5, 12), (2, 6, 24)],
     full=1,
 )
 def test_some_cases(world: int, first: int, every: int) -> None:
@@ -278,7 +278,7 @@ def test_every_schedule() -> None:
     check(list(of_every_schedule()))
 
 
-@some_or_all(5)
+@some_or_all(10)
 def test_every_schedule_with_experts_on_two_ranks(some: slice) -> None:
     check([replace(case, dp=2, ep=2) for case in of_every_schedule()][some])
 
@@ -382,7 +382,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@in_parts("fault", FAULTS, default=IN_CI[::4], full=IN_CI, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, default=IN_CI[::6], full=IN_CI[::2], ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"difference is|two ranks own it"):
         check_case(FAULTS[fault], outcomes[fault.__name__])
@@ -390,7 +390,7 @@ def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
 
 @pytest.mark.full
 def test_the_cases_of_faults_pass_without() -> None:
-    check(list(dict.fromkeys(FAULTS[fault] for fault in IN_CI)))
+    check(list(dict.fromkeys(FAULTS[fault] for fault in IN_CI[::2])))
 
 
 def test_bitwise_where_schedules_and_recomputation_differ() -> None:
@@ -410,6 +410,7 @@ def test_bitwise_where_schedules_and_recomputation_differ() -> None:
         assert_bitwise(again, others[0])
 
 
+@pytest.mark.full
 def test_bitwise_where_schedules_differ_with_experts_on_two_ranks() -> None:
     """Whole experts on each, or a half of each."""
     split = replace(SPLIT, dp=2)

@@ -43,7 +43,7 @@ def first_steps(world: World, cases: list[Case]) -> list[tuple[float, float]]:
     return seen
 
 
-@in_parts("pp", [1, 2, 3, 4, 5, 6, 7, 8], default=[2, 3], full=[1, 4])
+@in_parts("pp", [1, 2, 3, 4, 5, 6, 7, 8], default=[3], full=[2])
 def test_every_schedule_starts_and_trains(pp: int) -> None:
     cases = [case for name in names() for case in smallest(name, pp)]
     assert len(cases) >= 24

@@ -58,7 +58,7 @@ def test_pairs(world: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("world", "number"), [(1, 4), (2, 5), (3, 3), (4, 5), (5, 4)], ids=list("12345")
+    ("world", "number"), [(1, 3), (2, 3), (3, 2), (4, 3), (5, 2)], ids=list("12345")
 )
 def test_some_pairs(world: int, number: int) -> None:
     rng = random.Random(world)
@@ -96,7 +96,7 @@ UNEVEN_SLICES = [
 ]
 
 
-@in_parts("world", [4, 8], default=[8])
+@in_parts("world", [4, 8], full=[8])
 def test_many_steps(world: int) -> None:
     check(LONG, world)
 
@@ -113,7 +113,7 @@ def test_slices_of_uneven_length() -> None:
     check(UNEVEN_SLICES, 2)
 
 
-@some_or_all(2)
+@some_or_all(4)
 def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups(some: slice) -> None:
     """pp4 in one process per (dp, tp) coordinate, for every schedule."""
     cases = [

@@ -128,7 +128,7 @@ def test_copies_change_no_result() -> None:
     check(SMALL[:2])
 
 
-@some_or_all(6)
+@some_or_all(12)
 @pytest.mark.parametrize("cases", [SMALL[2:], LARGE], ids=["2", "4"])
 def test_copies_change_no_result_in_more_layouts(cases: list[Case], some: slice) -> None:
     check(cases[some])
@@ -445,7 +445,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@in_parts("fault", FAULTS, full=2, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=4, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"difference is|two ranks own it"):
         check_case(FAULTS[fault], outcomes[fault.__name__])

@@ -223,7 +223,7 @@ def check(runs: Sequence[Run]) -> None:
                 raise
 
 
-@some_or_all(4)
+@some_or_all(8)
 def test_clipping_and_values_that_are_not_finite(norms: dict[bool, float], some: slice) -> None:
     check([with_mishaps(case, norms, seed) for seed, case in enumerate(CASES)][some])
 
@@ -238,7 +238,7 @@ def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
     )
 
 
-@some_or_all(11)
+@some_or_all(22)
 def test_layers_with_experts(some: slice) -> None:
     """A choice of what is undone is made again."""
     check(
@@ -249,7 +249,7 @@ def test_layers_with_experts(some: slice) -> None:
     )
 
 
-@in_parts(("schedule", "dtype"), [("zb_v", "fp16"), ("zb_h1", BASE.dtype)], default=2)
+@in_parts(("schedule", "dtype"), [("zb_v", "fp16"), ("zb_h1", BASE.dtype)], full=2)
 def test_fifty_steps(schedule: str, dtype: str, norms: dict[bool, float]) -> None:
     case = replace(BASE, schedule=schedule, dtype=dtype)
     check([replace(with_mishaps(case, norms, 200), steps=50)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.jobs import ENDLESS, ROOT, Job, Outcome, arguments, free_port, tiny
+from tests.parity.jobs import ENDLESS, Job, Outcome, arguments, free_port, tiny
 from tests.parity.launch_with import launched_with
 from tests.parity.launches import run_forked
 from tests.parity.stopped_runs import assert_same_files
@@ -69,6 +69,7 @@ def test_two_kills_and_an_exception_change_no_bit(tmp_path: Path) -> None:
         assert_same_files(*(folder / f"step-{step:08d}" for folder in folders))
 
 
+@pytest.mark.slow
 def test_a_second_job_leaves_the_first_one_alone(tmp_path: Path) -> None:
     """It is told, and is not started again."""
     given = settings(tmp_path, **ENDLESS, **{"checkpoint.every": "0"})
@@ -107,31 +108,29 @@ def test_two_faults_at_a_step_go_back_to_an_older_checkpoint(tmp_path: Path) -> 
 
 
 DEADLY = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
+import os, signal
 from megapipe.train import trainer
-from megapipe.train.main import main
 load = trainer.load
 def deadly(checkpoint, config, step, mesh, memory=None):
     if mesh.rank == 1 and (checkpoint.path / "poison").exists():
         os.kill(os.getpid(), signal.SIGSEGV)
     load(checkpoint, config, step, mesh, memory)
 trainer.load = deadly
-sys.exit(main(sys.argv[1:]))
+callbacks = []
 """
 
 
 def test_a_checkpoint_that_kills_whoever_loads_it(tmp_path: Path) -> None:
     """Also where this launcher has not seen the run train."""
     script = tmp_path / "deadly.py"
-    script.write_text(DEADLY.format(root=str(ROOT)))
+    script.write_text(DEADLY)
     first = run_forked(tmp_path, 2, *settings(tmp_path, **{"train.stop_after": "6"}))
     assert set(first.codes) == {0}, first.text
     checkpoints = tmp_path / "runs/run/checkpoints"
     (checkpoints / "step-00000006/poison").touch()
     with Job(tmp_path, 120) as job:
-        launch = ["-m", "megapipe.launch", "--nproc", "2", "--restarts", "3", str(script)]
-        job.start([*launch, *settings(tmp_path)])
+        launch = launched_with(script, "--nproc", "2", "--restarts", "3")
+        job.start([*launch, "train.py", *settings(tmp_path)])
         outcome = job.end()
     assert outcome.codes == [0], outcome.text
     said = [text for text in outcome.text.splitlines() if "starting again" in text]

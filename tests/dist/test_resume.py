@@ -72,7 +72,7 @@ CASES = {
 }  # fmt: skip
 
 
-@in_parts("case", CASES, full=["dp2 pp2 double buffer", "dp2 pp2 muon, zero 3"])
+@in_parts("case", CASES, full=["dp2 pp2 muon, zero 3"])
 def test_a_resumed_run_is_the_uninterrupted_one_bitwise(case: str, tmp_path: Path) -> None:
     given = CASES[case]
     stopped = Play("parts", given, stop_after=HALF)

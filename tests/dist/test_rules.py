@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -205,6 +206,7 @@ def train(world: World, case: Case) -> dict[str, Any]:
     return copies
 
 
+@pytest.mark.full
 def test_stages_with_several_holders_train_by_any_rule_as_in_one_process() -> None:
     (alone,) = run_world(1, train, plain(SHARED))
     for copies in run_world(4, train, SHARED):

@@ -18,7 +18,7 @@ from tests.parity.ranks import Case, check_case, run_cases
 pytestmark = pytest.mark.full
 
 
-@in_parts("name", names(), full=["1f1b", "seq1f1b", "v_zb", "zb_h1"])
+@in_parts("name", names(), full=["seq1f1b", "zb_h1"])
 def test_trains(name: str) -> None:
     """Of those in the slow part, too, test_odd_sizes compares first steps with one process."""
     check(registry_cases.of(name))
@@ -68,7 +68,7 @@ def test_swaps_bitwise_with_split_positions(name: str) -> None:
     assert_bitwise(*outcomes_of([case, replace(case, swap=True)]))
 
 
-@in_parts("name", names(), full=4)
+@in_parts("name", names(), full=8)
 def test_swaps_bitwise(name: str) -> None:
     """Gradients come in micro-batch order, so gpipe of the same pieces on the same placement
     gives the same bits (fp32, dp 2, the clip active)."""

@@ -114,7 +114,7 @@ def test_a_killed_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) -
     assert f"rank {rank} was killed by SIGKILL" in line
 
 
-@each("corpus", "tokenizer", "import", full=[("import", 0)])
+@each("corpus", "tokenizer", "import")
 def test_a_stopped_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) -> None:
     with Job(tmp_path) as job:
         TwoNodes(job, place, rank, **SHORT).launched()

@@ -38,7 +38,7 @@ BY_TIME = [
 ]
 
 
-@in_parts("world", [2, 3, 4], full=[4])
+@in_parts("world", [2, 3, 4], full=[3])
 @pytest.mark.parametrize("cases", [GIVEN, BY_TIME], ids=["given", "by time"])
 def test_uneven_slices_train(cases: list[Case], world: int) -> None:
     """Loss, every gradient, gradient norm, and the weights after each step, in fp64."""

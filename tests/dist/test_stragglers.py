@@ -41,7 +41,7 @@ def ranks_of(settings: dict[str, str]) -> int:
         ("dp3", 1),
         *(("uneven", rank) for rank in (1, 0, 3)),
     ],
-    full=[("pp2_tp2", 2), ("uneven", 1)],
+    full=[("pp2_tp2", 2)],
 )
 def test_the_slow_rank_is_named(layout: str, rank: int, tmp_path: Path) -> None:
     """Its tensor-parallel peer waits for it within operations, which take as long there."""

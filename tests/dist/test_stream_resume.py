@@ -118,8 +118,7 @@ def stop_and_go(world: World, case: Case, folder: Path, saved: Collection[int]) 
 @in_parts(
     "name",
     KEPT,
-    default=["stash"],
-    full=["double_buffer, tied, tp 2", "stash, at first synchronous"],
+    full=["stash", "double_buffer, tied, tp 2"],
 )
 def test_a_run_goes_on_to_the_bit_wherever_it_was_stopped(name: str, tmp_path: Path) -> None:
     case = KEPT[name]

@@ -112,7 +112,7 @@ def check(cases: Sequence[Case]) -> None:
     ("weights", "every"),
     [(weights, every) for weights in (*POLICIES, "double_group") for every in (2, 1)],
     default=[("correct", 2)],
-    full=2,
+    full=4,
 )
 def test_a_process_trains_as_the_definitions_say(weights: str, every: int) -> None:
     check([case for case in ALONE if case.weights == weights][::every])
@@ -243,7 +243,7 @@ def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[StaleOutcome],
     return outcomes, numbers
 
 
-@some_or_all(7)
+@some_or_all(14)
 def test_compiled_blocks_keep_the_version_of_their_forward(some: slice) -> None:
     ((outcomes, numbers),) = run_world(1, run_traced, COMPILED[some], timeout_s=240)
     for case, outcome, graphs in zip(COMPILED[some], outcomes, numbers, strict=True):

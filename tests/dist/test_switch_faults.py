@@ -8,7 +8,7 @@ import pytest
 
 from megapipe.testing import run_world
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import selected
+from tests.parity.marks import in_parts, selected
 from tests.parity.ranks import check_case
 from tests.parity.switch_faults import FAULTS, run_faults, run_right
 
@@ -23,7 +23,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return outcomes_of_faults({fault: case for fault, (case, _) in faults.items()}, run_faults)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=2, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     case, message = FAULTS[fault]
     with pytest.raises(AssertionError, match=message):

@@ -19,6 +19,7 @@ STEPS, LENGTH = 200, 32
 pytestmark = pytest.mark.full
 
 
+@pytest.mark.slow
 def test_the_loss_of_an_export_is_the_one_in_the_log(tmp_path: Path) -> None:
     """Of a text that is held out, to its last token; 257 ids at tp 2 are padded here."""
     held_out = write_corpus(tmp_path / "held_out.txt", words=900)

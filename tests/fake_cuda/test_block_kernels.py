@@ -48,5 +48,6 @@ def check_packed(world: Any) -> int:
     return checked
 
 
+@pytest.mark.full
 def test_the_one_of_many_blocks_gives_what_plain_arithmetic_gives() -> None:
     assert run_world(1, check_packed) == [6]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.fake_cuda.world import faults_of, observe, run_world
+from tests.parity.marks import in_parts
 
 
 def devices_seen(world: Any, visible: str | None) -> tuple[int, int, str]:
@@ -21,10 +22,10 @@ def devices_seen(world: Any, visible: str | None) -> tuple[int, int, str]:
     return torch.cuda.device_count(), index, str(torch.cuda.get_device_properties(index).uuid)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
+@in_parts(
     ("visible", "count", "indices"),
     [(None, 8, (0, 1)), ("3 5", 1, (0, 0)), ("0,1 2,3", 2, (0, 0))],
+    full=[("3 5", 1, (0, 0))],
 )
 def test_processes_tell_devices_apart(
     visible: str | None, count: int, indices: tuple[int, int]
@@ -56,6 +57,7 @@ def on_device(world: Any) -> list[Any]:
     return [x.numpy() for x in small_model(f"cuda:{torch.cuda.current_device()}")]
 
 
+@pytest.mark.full
 def test_a_model_computes_what_it_computes_on_the_host() -> None:
     (found,) = run_world(1, on_device)
     for mine, expected in zip(found, small_model("cpu"), strict=True):

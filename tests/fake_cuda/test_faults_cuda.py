@@ -44,7 +44,7 @@ def without(world: Any, case: Case) -> None:
     run_case(world, case, validate=False)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_cases_have_no_faults() -> None:
     for case in dict.fromkeys(fault.case for fault in FAULTS):
         run_world(case.world, without, case)

@@ -12,6 +12,7 @@ import pytest
 from tests.fake_cuda import build
 from tests.fake_cuda.world import DEVICES, Report, faults_of
 from tests.parity.jobs import Job, arguments, tiny
+from tests.parity.marks import in_parts
 
 SMALL = {
     "model.hidden": "16",
@@ -68,8 +69,7 @@ def check_run(folder: Path, steps: int) -> None:
 EIGHT = {**SMALL, "train.global_batch": "8", "model.layers": "4"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("visible", ["3 5", "0,1 0,1", ""])
+@in_parts("visible", ["3 5", "0,1 0,1", ""], full=["0,1 0,1"])
 def test_two_devices(visible: str, tmp_path: Path) -> None:
     """One that each process sees, two that both see, two of eight that both see; and resuming."""
     settings = {**tiny(tmp_path), **SMALL, "parallel.pp": "2"}
@@ -81,7 +81,7 @@ def test_two_devices(visible: str, tmp_path: Path) -> None:
     check_run(tmp_path, 6)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_quickstart_on_eight_devices_goes_on_in_another_layout(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **EIGHT}
     reports = run(tmp_path, 8, "configs/quickstart.yaml", *arguments(settings))

@@ -176,7 +176,7 @@ def rows(world: Any) -> list[list[str]]:
     return found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_table_is_what_is_counted() -> None:
     counted = [row for ranks in (1, 2) for row in run_world(ranks, rows)[0]]
     print("\n".join("| " + " | ".join(row) + " |" for row in counted))

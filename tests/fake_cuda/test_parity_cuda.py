@@ -96,7 +96,7 @@ def test_parity(world: int) -> None:
     check(CASES, world)
 
 
-@in_parts("world", [2, 4], default=[2], full=1)
+@in_parts("world", [2, 4], full=[2])
 def test_some_cases(world: int) -> None:
     check(CASES, world, every=3)
 

@@ -64,7 +64,7 @@ def pinned(world: Any, cases: list[Case]) -> list[tuple[int, list[int]]]:
     return results
 
 
-@in_parts("case", CASES, full=2, ids=lambda case: case.name)
+@in_parts("case", CASES, full=4, ids=lambda case: case.name)
 def test_nothing_is_pinned_in_a_step(case: Case) -> None:
     for ((before, later),) in run_world(2, pinned, [case]):
         assert before > 0

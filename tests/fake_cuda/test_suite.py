@@ -11,8 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fake_cuda import build
-from tests.parity.marks import in_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -25,7 +26,8 @@ FILES = {
 """Files of tests/gpu, and what of each is run: large sizes take too long on the host."""
 
 
-@in_parts("name", FILES, full=["test_ops"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_for_gpus(name: str) -> None:
     environ = {
         **os.environ,

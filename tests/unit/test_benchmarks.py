@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.proof.validate import validate
 from tests.parity.launches import fork_script
+from tests.parity.marks import in_parts
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -37,9 +39,9 @@ SHARED = (
 )
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 LONG = (
-    *("bubble", "checkpoints", "data", "engine_overhead", "gpu_ladder", "memory", "moe", "peers"),
-    *("post_validation", "scale", "staleness", "startup", "state_precision", "step"),
-    *("streams", "tensor_parallel", "zero"),
+    *("bubble", "checkpoints", "context_parallel", "data", "engine_overhead", "gpu_experts"),
+    *("gpu_ladder", "memory", "moe", "peers", "post_validation", "scale", "split_backward"),
+    *("staleness", "startup", "state_precision", "step", "streams", "tensor_parallel", "zero"),
 )
 """Those that time whole steps or commands, or beside a peer's, at any size."""
 COUNTING = ("context_parallel", "memory", "scale", "zero")
@@ -273,8 +275,13 @@ def test_a_round_lasts_until_the_slowest_is_done(load: Callable[[str], Any]) -> 
     assert zero.ratio(ranks) == (5.0 / 4.0, 4.0)
 
 
-@pytest.mark.parametrize("policy", ["keep", "selective", "full"])
-@pytest.mark.parametrize("schedule", ["terapipe", "seq1f1b", "interleaved_seq1f1b"])
+@in_parts(
+    ("schedule", "policy"),
+    itertools.product(
+        ["terapipe", "seq1f1b", "interleaved_seq1f1b"], ["keep", "selective", "full"]
+    ),
+    full=4,
+)
 def test_slices_of_unequal_lengths_hold_what_the_formula_says(
     load: Callable[[str], Any], schedule: str, policy: str
 ) -> None:

@@ -156,6 +156,7 @@ for folder in others:
 """
 
 
+@pytest.mark.full
 def test_headers_are_not_believed(made: Path, tmp_path: Path) -> None:
     """Each is refused within a second and 100 MB, in a process that has needed no more before."""
     folders = []
@@ -259,6 +260,7 @@ def with_code(folder: Path, canary: Path) -> None:
     (folder / "hf/config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.full
 def test_nothing_in_a_file_is_run(made: Path, tmp_path: Path) -> None:
     """Payloads in every file of a checkpoint and of a model's folder, and beside them, under an
     audit hook of the interpreter."""
@@ -301,7 +303,7 @@ def test_nothing_in_a_file_is_run(made: Path, tmp_path: Path) -> None:
             assert refused != "taken", what
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_hook_sees_what_is_run(made: Path, tmp_path: Path) -> None:
     """A reader that unpickles is noticed, and one that imports."""
     canary = tmp_path / "canary"

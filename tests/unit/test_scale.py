@@ -212,7 +212,7 @@ def test_groups_of_a_job_have_one_name_and_no_order_goes_in_circles(
         ("pipeline.schedule=chimera", "parallel.sequence_parallel=true"),
     ],
     default=4,
-    full=1,
+    full=3,
     ids=" ".join,
 )
 def test_a_process_on_meta_allocates_what_the_formulas_say(

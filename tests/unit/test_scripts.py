@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.marks import in_parts
 from tests.unit.stand_ins import write_program
 
 pytestmark = pytest.mark.full
@@ -241,7 +242,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@in_parts("damage", DAMAGES.values(), default=3, full=1, ids=list(DAMAGES))
 def test_a_damaged_environment_is_made_anew(tree, damage):
     run(tree, "test.sh")
     take_log(tree)

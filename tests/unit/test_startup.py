@@ -36,6 +36,7 @@ def modules_after(*statements: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.full
 def test_the_package_loads_no_torch_before_it_is_asked_for_something() -> None:
     assert "torch" not in modules_after("import megapipe", "dir(megapipe)")
     asked = modules_after(

@@ -6,7 +6,6 @@ import ctypes
 import gc
 from pathlib import Path
 
-import pytest
 import torch
 
 from megapipe.convert import HuggingFaceFolder, adopt, export
@@ -14,6 +13,7 @@ from megapipe.convert.dcp.export import export_dcp
 from megapipe.convert.dcp.folder import open_dcp
 from megapipe.testing import World, run_world
 from tests.parity.converted import write_checkpoint
+from tests.parity.marks import in_parts
 from tests.parity.reference import shapes
 from tests.unit.model.transformers_models import model_of
 
@@ -68,8 +68,7 @@ def peaks(world: World, folder: Path, case: str) -> dict[int, tuple[int, ...]]:
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", ["llama", "mixtral"])
+@in_parts("case", ["llama", "mixtral"], full=["mixtral"])
 def test_memory_does_not_grow_with_the_number_of_tensors(case: str, tmp_path: Path) -> None:
     (found,) = run_world(1, peaks, tmp_path, case, timeout_s=300)
     _, (_, *few), (size, *many) = found.values()

@@ -162,7 +162,7 @@ HOPS = Job(
 """Of tokens over two nodes, and a group of experts that is no axis: rarely drawn."""
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @example(HOPS)
 @given(jobs())
 def test_every_group_is_made(job: Job) -> None:

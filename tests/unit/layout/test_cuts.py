@@ -52,7 +52,7 @@ def makespan(config: Config, layout: Layout, cut: tuple[int, ...], *, equal: boo
     return simulate(schedule, relative_cost(config, layout.model, work, cut)).makespan
 
 
-@in_parts("ranks", [2, 3, 4], default=[2], full=[3])
+@in_parts("ranks", [2, 3, 4], full=[3])
 @in_parts("microbatches", [1, 2, 5], default=[2], full=[1])
 @pytest.mark.parametrize("count", [None, 3])
 def test_the_simulator_finds_no_faster_cut(

@@ -180,7 +180,10 @@ def test_fastest_is_that_of_trying_all(
 
 
 @in_parts(
-    ("length", "overhead"), [(300, 2), (1000, 400), (4096, 30)], default=[(1000, 400)], full=1
+    ("length", "overhead"),
+    [(300, 2), (1000, 400), (4096, 30)],
+    default=[(1000, 400)],
+    full=[(300, 2)],
 )
 def test_a_long_sequence_is_cut_as_well_as_by_balancing_any_number(
     length: int, overhead: int

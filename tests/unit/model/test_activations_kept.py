@@ -220,7 +220,7 @@ WITH_EXPERTS = [
 ]
 
 
-@in_parts("name", POLICIES, default=3, full=1)
+@in_parts("name", POLICIES, default=6, full=2)
 @pytest.mark.parametrize(("kind", "fields"), MODELS)
 def test_bytes_are_those_of_the_formula(kind: str, fields: dict[str, Any], name: str) -> None:
     model = model_of(kind, **fields)
@@ -258,7 +258,7 @@ LARGER = {"hidden": 64, "head_dim": 16, "ffn_hidden": 192}
 """Of which a few vectors are a small part."""
 
 
-@in_parts("name", POLICIES, default=["of each some", "selective"], full=["keep", "full", "offload"])
+@in_parts("name", POLICIES, default=["of each some"], full=["selective", "full", "offload"])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -289,7 +289,7 @@ def test_the_peak_within_an_operation_is_that_of_the_formula(
         assert getattr(formula, kind) == pytest.approx(measured, rel=0.005), kind
 
 
-@in_parts("name", OF_EXPERTS, default=["full"], full=["keep", "of each some", "experts again"])
+@in_parts("name", OF_EXPERTS, full=["full", "of each some"])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

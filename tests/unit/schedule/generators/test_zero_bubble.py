@@ -155,7 +155,7 @@ def all_lists(microbatches, limit, done=(0, 0, 0)):
                 yield [((Kind.F, Kind.I, Kind.W)[index], done[index]), *rest]
 
 
-@in_parts("limit", [1, 2, 3], default=[1, 2], full=1)
+@in_parts("limit", [1, 2, 3], default=[1], full=[2])
 @pytest.mark.parametrize(("F", "I", "W"), [*TIMES, (5, 9, 14)])
 def test_two_ranks_and_three_microbatches_are_optimal(limit, F, I, W):  # noqa: E741
     cost = Cost(F, I, W)

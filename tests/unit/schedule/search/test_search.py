@@ -69,8 +69,8 @@ def objective_of(schedule: Schedule, cost: Cost, objective: str):
 @in_parts(
     ("name", "p", "m", "cost", "limits", "freed", "objective", "optimum"),
     OPTIMA,
-    default=4,
-    full=2,
+    default=6,
+    full=3,
 )
 def test_within_one_percent_of_the_proved_optimum(
     name, p, m, cost, limits, freed, objective, optimum

@@ -219,7 +219,7 @@ def test_what_is_joined_is_busy_once():
     assert timeline.busy == (10,)
 
 
-@in_parts("walk", WALKS, default=["some rounds, then a loop"], full=1)
+@in_parts("walk", WALKS, full=["some rounds, then a loop", "rounds of all ranks"])
 @settings(max_examples=100)
 @given(schedules(), st.data())
 def test_every_start_is_the_longest_path_to_it(walk, schedule, data):

@@ -179,8 +179,8 @@ def actions_of(schedule, policy):
 @in_parts(
     ("zero", "prefetch"),
     [(0, 1), (1, 1), (2, 1), (3, 0), (3, 1), (3, 2)],
-    default=[(2, 1), (3, 1)],
-    full=1,
+    default=[(3, 1)],
+    full=[(2, 1), (3, 2)],
 )
 def test_every_schedule(schedules, zero, prefetch):
     """There is an interval for each action; those of a rank are apart; weights are there in time;
