@@ -162,10 +162,8 @@ def test_a_key_that_every_rank_has_wrong_is_reported_once_without_a_launcher(
 
 @pytest.mark.full
 def test_a_key_that_only_one_rank_has_wrong_ends_all(tmp_path: Path) -> None:
-    good = arguments(tiny(tmp_path))
-    with Job(tmp_path) as job:
-        job.ranks(2, {0: good, 1: [*good, "model.hiden=16"]})
-        job.end().assert_one_line(2, "model.hiden")
+    outcome = run_forked(tmp_path, 2, *arguments(tiny(tmp_path)), last=["model.hiden=16"])
+    outcome.assert_one_line(2, "model.hiden")
 
 
 @pytest.mark.slow
@@ -192,12 +190,12 @@ def test_a_rank_that_never_arrives(tmp_path: Path, present: int, words: str) -> 
 @pytest.mark.full
 def test_an_occupied_port(tmp_path: Path) -> None:
     given = arguments(tiny(tmp_path))
-    with socket.socket() as other, Job(tmp_path) as job:
+    with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        job.ranks(2, {0: given, 1: given}, port)
-        job.end().assert_one_line(4, f"127.0.0.1:{port}", "in use", "MASTER_PORT")
+        outcome = run_forked(tmp_path, 2, *given, places={"MASTER_PORT": str(port)})
+    outcome.assert_one_line(4, f"127.0.0.1:{port}", "in use", "MASTER_PORT")
 
 
 @in_parts("killed", [0, 1], full=[0])
