@@ -96,7 +96,7 @@ UNEVEN_SLICES = [
 ]
 
 
-@in_parts("world", [4, 8], full=[8])
+@in_parts("world", [4, 8], default=[8])
 def test_many_steps(world: int) -> None:
     check(LONG, world)
 
