@@ -41,7 +41,7 @@ from megapipe.launch.signals import STOP_SIGNALS
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 PACKAGE = "megapipe"
-"""Whose commands are ``python -m megapipe train``."""
+"""``python -m megapipe train`` is the program too."""
 INIT = Path(__file__).resolve().parents[1] / "__init__.py"
 LOADED = ("megapipe.cli", "megapipe.train.job", "megapipe.train.main", "megapipe.train.trainer")
 """Modules that the program imports sooner or later."""
@@ -51,21 +51,21 @@ _END_WITH_PARENT, _ADOPT = 1, 36
 
 
 def can_fork(command: Sequence[str]) -> bool:
-    """Whether the ranks of a job may be forks: of this package's own program or commands, on Linux,
-    and where this process has no other thread."""
-    own = _is_package(command) or (
-        Path(command[0]).suffix == ".py" and Path(command[0]).resolve() == TRAIN
-    )
-    alone = sys.platform == "linux" and threading.active_count() == 1
-    return own and alone and not getattr(sys.flags, "safe_path", False)
+    """Whether the ranks of a job may be forks: of this package's own program, on Linux, where this
+    process has no other thread, and Python looks beside the program or in the current folder."""
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return False
+    if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
+        return False
+    if [*command[:3]] == ["-m", PACKAGE, "train"]:
+        return not _another_package()
+    return Path(command[0]).suffix == ".py" and Path(command[0]).resolve() == TRAIN
 
 
-def _is_package(command: Sequence[str]) -> bool:
-    """Whether the program is ``-m megapipe``, and no other one of that name is in the current
-    folder, where Python looks first."""
+def _another_package() -> bool:
+    """Whether Python would find another package of this name in the current folder."""
     here = PathFinder.find_spec(PACKAGE, [str(Path.cwd())])
-    other = here is not None and here.origin and Path(here.origin).resolve() != INIT
-    return list(command[:2]) == ["-m", PACKAGE] and not other
+    return here is not None and here.origin is not None and Path(here.origin).resolve() != INIT
 
 
 class Forks:
@@ -107,8 +107,8 @@ class Forks:
         self, *, args: Sequence[object], env: Mapping[str, str], **_: object
     ) -> RankHandler:
         """Start a rank; in place of torch's function of subprocess handlers. `args` are those of
-        Python: ``-u train.py`` or ``-u -m megapipe``, and what comes after; `env` is added to this
-        process's.
+        Python: ``-u train.py`` or ``-u -m megapipe train``, and what comes after; `env` is added to
+        this process's.
 
         Raises :class:`LaunchError` where the system cannot."""
         arguments = [str(argument) for argument in args[1:]]
@@ -210,7 +210,7 @@ def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> Callable[[]
         run = partial(runpy.run_module, arguments[1], run_name="__main__", alter_sys=True)
         sys.argv, sys.path[0] = ["-m", *arguments[2:]], str(Path.cwd())
     else:
-        run = partial(runpy.run_path, arguments[0], run_name="__main__")
+        run = partial(runpy.run_path, str(TRAIN), run_name="__main__")
         sys.argv, sys.path[0] = list(arguments), str(TRAIN.parent)
     sys.stdout, sys.stderr = _unbuffered(sys.stdout, 1), _unbuffered(sys.stderr, 2)
     with contextlib.suppress(OSError):  # the name that `top` and `ps -o comm` show

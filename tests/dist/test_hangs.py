@@ -42,11 +42,10 @@ def assert_noticed_in_time(hang: Hang) -> None:
             "F stage 0 micro-batch 1",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             Fault(0, "spin", action=7),
             "comes no further",
             "receive I of stage 1 micro-batch 0 from rank 1",
-            marks=pytest.mark.slow,
         ),
         (Fault(3, "lock", hook="before_save"), "something holds Python's lock", ""),
         (Fault(1, "lose", action=3), "what it has sent does not arrive", "receive I of stage 1 "),

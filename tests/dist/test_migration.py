@@ -25,7 +25,7 @@ from tests.parity import reference
 from tests.parity.chosen import chosen
 from tests.parity.collective_recorder import recording
 from tests.parity.drawn_owners import drawn_map
-from tests.parity.marks import in_parts
+from tests.parity.marks import in_parts, selected
 from tests.parity.migration_faults import CASE, FAULTS, run_faults
 from tests.parity.moved_experts import begun, by_draw, layers_of, run_moving, with_policy
 from tests.parity.outcome import Outcome, Parts, assemble, local_copies, own_values
@@ -103,12 +103,13 @@ def assert_same_values(
 
 
 @pytest.fixture(scope="module")
-def moments() -> dict[str, list[Any]]:
+def moments(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     """By case, what all ranks had, moment by moment."""
-    ranks = run_world(4, moved, MOVED)
+    cases = [*selected(request, "case", dict.fromkeys(MOVED))]
+    ranks = run_world(4, moved, cases)
     return {
         case.name: list(zip(*(runs[i] for runs in ranks), strict=True))
-        for i, case in enumerate(MOVED)
+        for i, case in enumerate(cases)
     }
 
 

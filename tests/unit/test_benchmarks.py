@@ -39,9 +39,9 @@ SHARED = (
 )
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 LONG = (
-    *("bubble", "checkpoints", "context_parallel", "data", "engine_overhead", "gpu_experts"),
-    *("gpu_ladder", "memory", "moe", "peers", "post_validation", "scale", "split_backward"),
-    *("staleness", "startup", "state_precision", "step", "streams", "tensor_parallel", "zero"),
+    *("bubble", "checkpoints", "data", "engine_overhead", "gpu_experts", "gpu_ladder", "memory"),
+    *("moe", "peers", "post_validation", "scale", "split_backward", "staleness", "startup"),
+    *("state_precision", "step", "streams", "tensor_parallel", "zero"),
 )
 """Those that time whole steps or commands, or beside a peer's, at any size."""
 COUNTING = ("context_parallel", "memory", "scale", "zero")

@@ -242,7 +242,7 @@ DAMAGES = {
 }
 
 
-@in_parts("damage", DAMAGES.values(), default=3, full=1, ids=list(DAMAGES))
+@in_parts("damage", DAMAGES.values(), full=3, ids=list(DAMAGES))
 def test_a_damaged_environment_is_made_anew(tree, damage):
     run(tree, "test.sh")
     take_log(tree)

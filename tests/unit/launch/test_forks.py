@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ def main(argv):
     import torch
     shown = {
         "argv": [sys.argv, argv],
-        "main": [sys.modules["__main__"].__name__, *(
+        "main": [sys.modules["__main__"].__name__, sys.modules["__main__"].__file__, *(
             getattr(sys.modules["__main__"].__spec__, name, "") for name in ("name", "origin")
         )],
         "path": sys.path,
@@ -75,6 +76,7 @@ def launched(folder: Path, program: list[str], forked: bool) -> list[dict[str, A
     (folder / "package/__init__.py").touch()
     for name in ("train.py", "package/__main__.py"):
         (folder / name).write_text("import sys\nfrom shown import main\nmain(sys.argv[1:])\n")
+    program = [word.format(folder=folder) for word in program]
     code = LAUNCH.format(folder=str(folder), program=program, forked=forked)
     environ = {**os.environ, "TEST_FOLDER": str(folder), "PYTHONPATH": f"{folder}:{ROOT}"}
     environ.pop("OMP_NUM_THREADS", None)
@@ -94,7 +96,7 @@ def launched(folder: Path, program: list[str], forked: bool) -> list[dict[str, A
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("program", [["train.py"], ["-m", "package"]], ids=" ".join)
+@pytest.mark.parametrize("program", [["{folder}/train.py"], ["-m", "package", "train"]], ids=str)
 def test_a_rank_is_as_if_torchrun_had_started_it(program: list[str], tmp_path: Path) -> None:
     found = []
     for forked in (True, False):
@@ -119,10 +121,21 @@ def test_other_programs_are_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     other.write_text("")
     assert not can_fork([str(other)])
     assert not can_fork(["-m", "megapipe.launch"])
+    assert not can_fork(["-m", "megapipe", "doctor"])
     monkeypatch.chdir(tmp_path)
     assert can_fork(["-m", "megapipe", "train"])
     (tmp_path / "megapipe.py").write_text("")
+    importlib.invalidate_caches()
     assert not can_fork(["-m", "megapipe", "train"])
+
+
+def test_where_python_looks_in_no_folder_of_the_program_ranks_are_spawned() -> None:
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n"
+    code += "from megapipe.launch.forks import TRAIN, can_fork\n"
+    code += "print(can_fork([str(TRAIN)]), can_fork(['-m', 'megapipe', 'train']))"
+    for flags, expected in (([], "True True\n"), (["-I"], "False False\n")):
+        command = [sys.executable, *flags, "-c", code]
+        assert subprocess.run(command, capture_output=True, text=True).stdout == expected
 
 
 @pytest.mark.full

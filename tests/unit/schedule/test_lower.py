@@ -167,7 +167,7 @@ def test_messages_out_of_order_wait_in_the_pool():
     check(schedule, 0)
 
 
-@in_parts("name", names(), default=4, full=2)
+@in_parts("name", names(), default=4, full=1)
 def test_small_registered_schedules(name):
     for seed, schedule in enumerate(all_small(name, ranks=4, microbatches=4)):
         check(schedule, seed)

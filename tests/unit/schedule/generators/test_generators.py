@@ -87,7 +87,7 @@ def check(schedule):
     return report
 
 
-@in_parts("name", names(), default={*names()} - {"interleaved_seq1f1b"})
+@in_parts("name", names(), default={*names()} - {"interleaved_seq1f1b"}, full=1)
 def test_small_schedules(name):
     cases = list(all_small(name, ranks=4, microbatches=8))
     assert cases
