@@ -28,7 +28,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from importlib.machinery import PathFinder
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -57,9 +56,13 @@ def can_fork(command: Sequence[str]) -> bool:
         return False
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return False
-    if [*command[:3]] == ["-m", PACKAGE, "train"]:
+    if _is_module(command):
         return not _another_package()
     return Path(command[0]).suffix == ".py" and Path(command[0]).resolve() == TRAIN
+
+
+def _is_module(command: Sequence[str]) -> bool:
+    return [*command[:3]] == ["-m", PACKAGE, "train"]
 
 
 def _another_package() -> bool:
@@ -185,7 +188,8 @@ def _serve(channel: Connection, launcher: int, signals: Any) -> NoReturn:
                 os.setsid()
                 channel.send(os.getpid())
                 channel.close()
-                _run(_become(arguments, environ), signals)
+                _become(arguments, environ)
+                _run(arguments, signals)
         os.waitpid(between, 0)
 
 
@@ -196,9 +200,8 @@ def _load() -> None:
         importlib.import_module(name)
 
 
-def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> Callable[[], object]:
-    """Set this process up as Python does that for ``python -u`` with such arguments; returns what
-    runs the program."""
+def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Set this process up as Python does that for ``python -u`` with such arguments."""
     threads = environ.get("OMP_NUM_THREADS")
     if threads != os.environ.get("OMP_NUM_THREADS") and threads:  # which was read by what is loaded
         import torch
@@ -206,16 +209,13 @@ def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> Callable[[]
         torch.set_num_threads(int(threads))
     os.environ.clear()
     os.environ.update(environ)
-    if arguments[0] == "-m":
-        run = partial(runpy.run_module, arguments[1], run_name="__main__", alter_sys=True)
-        sys.argv, sys.path[0] = ["-m", *arguments[2:]], str(Path.cwd())
+    if _is_module(arguments):  # argv[0] is set when it is run
+        sys.argv, sys.path[0] = [*arguments[1:]], str(Path.cwd())
     else:
-        run = partial(runpy.run_path, str(TRAIN), run_name="__main__")
-        sys.argv, sys.path[0] = list(arguments), str(TRAIN.parent)
+        sys.argv, sys.path[0] = [*arguments], str(TRAIN.parent)
     sys.stdout, sys.stderr = _unbuffered(sys.stdout, 1), _unbuffered(sys.stderr, 2)
     with contextlib.suppress(OSError):  # the name that `top` and `ps -o comm` show
         Path("/proc/self/comm").write_text(f"rank {environ.get('RANK')}")
-    return run
 
 
 def _unbuffered(stream: Any, number: int) -> io.TextIOWrapper:
@@ -227,11 +227,14 @@ def _unbuffered(stream: Any, number: int) -> io.TextIOWrapper:
     )
 
 
-def _run(program: Callable[[], object], signals: Any) -> None:
+def _run(arguments: Sequence[str], signals: Any) -> None:
     """Run the program, and end as it does; no signals are blocked but `signals`."""
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-        program()
+        if _is_module(arguments):
+            runpy.run_module(PACKAGE, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(TRAIN), run_name="__main__")
     except KeyboardInterrupt:
         os._exit(INTERRUPTED)
     except SystemExit as end:

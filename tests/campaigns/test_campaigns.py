@@ -252,7 +252,7 @@ def test_a_job_with_a_kill_at_any_time(tmp_path: Path) -> None:
     assert record["costs"].restart > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_job_that_is_stopped(tmp_path: Path) -> None:
     play(Preemptions(tmp_path), [1])
 

@@ -77,7 +77,7 @@ def test_nodes_meet_and_hand_on_their_code(code: int, tmp_path: Path) -> None:
     assert outcome.codes == [code, code]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_node_of_the_store_may_end_first(tmp_path: Path) -> None:
     port = free_port()
     nodes = ["--nnodes", "2", "--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{port}"]

@@ -163,7 +163,7 @@ LEFT = {
 """What is done to the copies of steps 2 and 4 on two nodes, and from which the run goes on."""
 
 
-@some_or_all(3)
+@some_or_all(6)
 def test_damaged_copies_are_passed_over(some: slice, tmp_path: Path) -> None:
     left = [*LEFT.values()][some]
     behind = {**MEMORY, "parallel.dp": "2"}
@@ -292,7 +292,7 @@ class Left(Callback):
             raise Interrupted
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_that_has_gone_back_does_not_take_up_what_it_has_left(tmp_path: Path) -> None:
     """Copies of steps after the checkpoint have samples that are now left out."""
     given = {**MEMORY, "parallel.dp": "2", "checkpoint.every": "3", "checkpoint.memory_every": "1"}

@@ -135,7 +135,7 @@ def test_hiding_collectives_changes_no_bit(tp: int, quarter: int) -> None:
     check_bits(cases(tp)[quarter * POLICIES : (quarter + 1) * POLICIES])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_hiding_some_collectives_changes_no_bit() -> None:
     """Of two ranks, in one type each."""
     check_bits(cases(2)[: 2 * POLICIES : 5])

@@ -407,7 +407,8 @@ def test_bytes_of_copies_are_those_of_the_plan_where_slots_are_full() -> None:
         assert held == model_memory(config, layout, 0).parameters
 
 
-@in_parts("dispatch", ["all_to_all", "hierarchical"], full=["hierarchical"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["all_to_all", "hierarchical"])
 def test_a_resumed_run_has_the_copies_of_the_one_that_was_stopped(
     tmp_path: Path, dispatch: str
 ) -> None:

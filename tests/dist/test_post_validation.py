@@ -244,8 +244,8 @@ def test_layers_with_experts(some: slice) -> None:
     check(
         [
             with_mishaps(case, {case.tied: norm_to_clip(moe=case.moe, tied=case.tied)}, 300 + i)
-            for i, case in enumerate(EXPERTS)
-        ][some]
+            for i, case in [*enumerate(EXPERTS)][some]
+        ]
     )
 
 

@@ -263,9 +263,8 @@ def test_a_signalled_job_exits_with_75_and_says_so_once(tmp_path: Path) -> None:
         job.end().assert_one_line(75, "stopped by a signal; saved step")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param("dp2 pp2 dropout fp32", marks=pytest.mark.slow), "tp2 pp2 tied fp32"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["dp2 pp2 dropout fp32", "tp2 pp2 tied fp32"])
 def test_generation_computes_what_the_reference_does(case: str, tmp_path: Path) -> None:
     run(tmp_path, Play("run", CASES[case], stop_after=HALF))
     folder = checkpoint(tmp_path, "run", HALF)

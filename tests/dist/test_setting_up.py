@@ -66,7 +66,7 @@ def assert_named(rank: int, line: str) -> None:
     assert str(rank) in found.groups()
 
 
-@each("corpus", "tokenizer", full=[("corpus", 0)])
+@each("corpus", "tokenizer")
 def test_a_killed_rank_of_two_nodes(tmp_path: Path, place: str, rank: int) -> None:
     """Without a launcher. Rank 0 takes the store with it."""
     with Job(tmp_path) as job:

@@ -134,7 +134,7 @@ TOGETHER = [
 ]
 
 
-@in_parts("case", TOGETHER, full=3, ids=lambda case: f"{case.weights}, {case.rule}")
+@in_parts("case", TOGETHER, full=6, ids=lambda case: f"{case.weights}, {case.rule}")
 def test_one_process_trains_as_several_do(case: Case) -> None:
     apart = run_world(case.world, run_stream, case)
     one = replace(case, in_process=True)

@@ -109,7 +109,7 @@ def seen(name: str, fault: str, ranks: Sequence[Found]) -> list[StaleOutcome | s
     return [of_rank[name, fault] for of_rank in ranks[: CASES[name].world]]
 
 
-@in_parts("name", CASES, default=["stash", "tied"], full=1)
+@in_parts("name", CASES, default=["stash", "tied"], full=3)
 def test_without_a_fault_nothing_is_noticed(name: str, outcomes: list[Found]) -> None:
     found = [each for each in seen(name, "", outcomes) if isinstance(each, StaleOutcome)]
     assert len(found) == CASES[name].world

@@ -112,7 +112,7 @@ def check(cases: Sequence[Case]) -> None:
     ("weights", "every"),
     [(weights, every) for weights in (*POLICIES, "double_group") for every in (2, 1)],
     default=[("correct", 2)],
-    full=4,
+    full=8,
 )
 def test_a_process_trains_as_the_definitions_say(weights: str, every: int) -> None:
     check([case for case in ALONE if case.weights == weights][::every])

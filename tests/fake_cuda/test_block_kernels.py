@@ -33,7 +33,7 @@ def check_all(world: Any) -> int:
     return checked
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_each_gives_what_plain_arithmetic_gives() -> None:
     assert run_world(1, check_all) == [21]
 

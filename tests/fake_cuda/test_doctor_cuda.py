@@ -21,7 +21,7 @@ def doctors(world: Any) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_runs_through() -> None:
     ((code, text),) = run_world(1, doctors)
     assert code == 0, text

@@ -47,8 +47,9 @@ EXCEPTIONS = {
     ("console.py", "import_module"),
     ("__init__.py", "import_module"),
     ("launch/forks.py", "importlib.import_module"),
-    # train.py beside this package
+    # train.py beside this package, and this package
     ("launch/forks.py", "runpy.run_path"),
+    ("launch/forks.py", "runpy.run_module"),
     # with --trust-pickle alone
     ("convert/pickles.py", "torch.load"),
     ("convert/pickles.py", "torch.load(weights_only=...)"),
