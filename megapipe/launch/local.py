@@ -167,6 +167,9 @@ def run_ranks(
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         results = _collect(pipes, deadline)
         ended = True
+        for pipe in pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)  # all have returned
         return results
     finally:
         for process in processes:
@@ -227,6 +230,7 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller ends this process
     torch.set_num_threads(1)
     try:
@@ -236,6 +240,8 @@ def _rank_main(
         here = World(rank, ranks, store, group_timeout_s)
         here.restart()
         pipe.send_bytes(pickle.dumps((True, function(here, *args))))
+        while not pipe.poll(1.0) and os.getppid() == parent:
+            pass  # what this rank has sent may still be on its way, and ends with its connections
         dist.destroy_process_group()
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

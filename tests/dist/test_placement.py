@@ -446,7 +446,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@in_parts("fault", FAULTS, full=4, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=6, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"difference is|two ranks own it"):
         check_case(FAULTS[fault], outcomes[fault.__name__])

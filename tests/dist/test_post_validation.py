@@ -406,7 +406,6 @@ def test_faults_are_noticed(norms: dict[bool, float]) -> None:
 @in_parts(
     ("schedule", "faults"),
     [("zb_h1", OF_CHOICES), ("chimera", [choices_of_other_holders_are_left_out])],
-    full=2,
 )
 def test_faults_of_what_goes_by_choices_are_noticed(schedule: str, faults: list[Any]) -> None:
     case = replace(BASE, dp=1, m=8, schedule=schedule, dtype="fp32", moe="step")

@@ -271,7 +271,7 @@ TURNS = [
 ]
 
 
-@in_parts("world", [2, 3, 4, 6], full=[4])
+@in_parts("world", [2, 3, 4, 6], full=[2])
 def test_stages_of_several_ranks(world: int) -> None:
     check([case for case in TURNS if case.world == world])
 

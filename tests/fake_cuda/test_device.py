@@ -25,7 +25,6 @@ def devices_seen(world: Any, visible: str | None) -> tuple[int, int, str]:
 @in_parts(
     ("visible", "count", "indices"),
     [(None, 8, (0, 1)), ("3 5", 1, (0, 0)), ("0,1 2,3", 2, (0, 0))],
-    full=[("3 5", 1, (0, 0))],
 )
 def test_processes_tell_devices_apart(
     visible: str | None, count: int, indices: tuple[int, int]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,22 @@ def test_a_function_that_nobody_could_import_runs_on_every_rank() -> None:
 
     assert spawn(total, 3, 10) == [(0, 3, 30.0), (1, 3, 30.0), (2, 3, 30.0)]
     assert not dist.is_initialized()
+
+
+def test_a_rank_that_has_returned_is_there_until_all_have() -> None:
+    """What it has sent arrives."""
+    sent: list[Any] = []
+
+    def send(world: World) -> list[float]:
+        values = torch.arange(3.0)
+        if world.rank == 0:
+            sent.append(dist.isend(values, 1))
+        else:
+            time.sleep(0.5)
+            dist.recv(values.zero_(), 0)
+        return list(values.tolist())
+
+    assert spawn(send, 2) == [[0.0, 1.0, 2.0]] * 2
 
 
 def test_an_exception_of_a_rank_comes_back_with_its_traceback() -> None:
