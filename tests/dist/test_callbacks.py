@@ -193,6 +193,7 @@ ORDER = {
 """Without post-validation, and with it."""
 
 
+@pytest.mark.full
 @in_parts("trust", ["false", "true"], default=2, full=1)
 def test_hooks_are_called_in_order_with_what_the_log_says_on_every_rank(
     trust: str, tmp_path: Path

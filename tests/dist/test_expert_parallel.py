@@ -125,6 +125,7 @@ def run_held(world: World) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_memory_of_experts_is_that_of_the_plan() -> None:
     """Their gradients, masters and states too, by the ZeRO stage of the ranks that have the same
     ones."""

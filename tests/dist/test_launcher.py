@@ -27,6 +27,7 @@ def run(folder: Path, text: str, nproc: int = 3) -> Outcome:
         return job.end()
 
 
+@pytest.mark.full
 def test_the_exit_code_is_that_of_the_first_to_fail(tmp_path: Path) -> None:
     outcome = run(tmp_path, "time.sleep(60 * (rank != 1)); sys.exit(6)")
     assert outcome.codes == [6]

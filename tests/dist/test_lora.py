@@ -82,6 +82,7 @@ def check(cases: list[Case]) -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "cases",
     [

@@ -182,7 +182,7 @@ def of_world(world: int, cases: list[Case]) -> list[Case]:
 @in_parts(
     ("world", "first", "every"),
     [(1, 5, 12), (2, 6, 24), (4, 1, 16)],
-    default=[(1, 5, 12), (2, 6, 24)],
+    default=[(1, 5, 12)],
     full=1,
 )
 def test_some_cases(world: int, first: int, every: int) -> None:
@@ -204,6 +204,7 @@ def test_a_pyramid() -> None:
 GSHARD = Case(m=4, batch=1, moe="gshard", layers=2, masked=0.3)
 
 
+@pytest.mark.full
 def test_gshard_is_the_same_on_any_number_of_ranks() -> None:
     """Row 7.01: random second experts, a capacity, dropping by choice and balance by first choices.
     The same choices are dropped, and some are."""
@@ -290,6 +291,7 @@ def test_every_schedule_between_processes_with_experts_on_two_ranks(some: slice)
     check([replace(case, dp=2, ep=2, in_process=False) for case in cases])
 
 
+@pytest.mark.full
 @in_parts("moe", ["top 2", "groups", "capacity, score", "random"], default=["capacity, score"])
 def test_choices_in_a_narrow_type_are_those_of_the_scores(moe: str) -> None:
     """Other ones are noticed: another expert, one that is dropped, one that is not."""
@@ -385,6 +387,7 @@ def test_the_cases_of_faults_pass_without() -> None:
     check(list(dict.fromkeys(FAULTS[fault] for fault in IN_CI)))
 
 
+@pytest.mark.full
 def test_bitwise_where_schedules_and_recomputation_differ() -> None:
     """Split backward or not, on the same placement; in recomputation the same products."""
     kept = replace(ALONE, model="gpt2", moe="residual", m=3)

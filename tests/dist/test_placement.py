@@ -123,6 +123,7 @@ def check(cases: list[Case]) -> None:
         ), f"{case.name}: always the same"
 
 
+@pytest.mark.full
 def test_copies_change_no_result() -> None:
     """Row 7.04 (FasterMoE): its shadows are exact, in chunks too."""
     check(SMALL[:2])

@@ -106,6 +106,7 @@ def run(clone: Path, script: list[str]) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_commands_work_without_the_trainings(clone: Path) -> None:
     """Trainings are planned, and what reads their runs is left out."""
     script = []

@@ -56,6 +56,7 @@ def of_world(world: int) -> list[Case]:
     return [case for case in CASES if case.world == world]
 
 
+@pytest.mark.full
 def test_rows_are_coded_as_by_the_reference() -> None:
     """Row 7.13."""
     check_groups([[case] for case in of_world(2)[:3]])

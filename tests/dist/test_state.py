@@ -66,6 +66,7 @@ def assert_equal(one: list[Any], other: list[Any], *, states: bool = True) -> No
 NARROW = {"state_dtype": "bf16", "master": "none"}
 
 
+@pytest.mark.full
 def test_where_state_is_kept_changes_no_bit(tmp_path: Path) -> None:
     """In place, in host memory, on a disk: fp32 and bf16 states."""
     for settings in ({}, NARROW):

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
+
 import megapipe
 
 PACKAGE = Path(megapipe.__file__).parent
@@ -286,6 +288,7 @@ def test_configuration_schedules_and_plans_load_no_torch() -> None:
     assert not heavy & set(loaded)
 
 
+@pytest.mark.full
 def test_everything_imports_without_the_optional_packages() -> None:
     """As where they are not installed."""
     names = [name.removesuffix(".__init__") for name in FILES if name not in ADAPTERS]
