@@ -1,11 +1,10 @@
 """Starts the processes of a job on this node: ``python -m megapipe.launch --nproc 8 train.py ...``.
 
 torchrun's agent does the work: it meets the agents of other nodes, hosts the store, starts a
-process per rank and ends all when one fails. Ranks of ``train.py`` and
-``-m megapipe train`` begin with torch loaded
-(:mod:`megapipe.launch.forks`). The end of a job is different. The ranks themselves
-report what went wrong, so nothing is added to that, and the exit code is that of the first rank to
-fail. With ``--restarts`` a run that a fault has ended is started again
+process per rank and ends all when one fails. Ranks of ``train.py`` and ``-m megapipe train`` begin
+with torch loaded (:mod:`megapipe.launch.forks`). The end of a job is different. The ranks
+themselves report what went wrong, so nothing is added to that, and the exit code is that of the
+first rank to fail. With ``--restarts`` a run that a fault has ended is started again
 (:mod:`megapipe.launch.supervisor`). A signal is handed on to the ranks, which may take as long as
 they need to save, while torchrun kills them after half a minute; a second signal ends them at once.
 

@@ -149,6 +149,7 @@ def run_ranks(
     """Do as :func:`spawn` does, in processes of `context`, within `timeout_s` seconds if given."""
     pipes: list[Any] = []
     processes: list[Any] = []
+    store: Store | None = None
     ended = False
     try:
         for rank in range(ranks):
@@ -177,6 +178,8 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
+        # or an error would keep it, and a later fork that collects it wait for its thread for ever
+        del store
 
 
 def _collect(pipes: list[Any], deadline: float | None) -> list[Any]:

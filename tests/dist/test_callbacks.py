@@ -194,7 +194,7 @@ ORDER = {
 
 
 @pytest.mark.full
-@in_parts("trust", ["false", "true"], default=2, full=1)
+@pytest.mark.parametrize("trust", ["false", "true"])
 def test_hooks_are_called_in_order_with_what_the_log_says_on_every_rank(
     trust: str, tmp_path: Path
 ) -> None:

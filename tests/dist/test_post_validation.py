@@ -238,7 +238,7 @@ def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
     )
 
 
-@some_or_all(11)
+@some_or_all(6)
 def test_layers_with_experts(some: slice) -> None:
     """A choice of what is undone is made again."""
     check(

@@ -40,7 +40,7 @@ def train(world: Any, case: Case) -> int:
     return int(mesh.pp.index)
 
 
-@in_parts("case", CASES, default=6, full=3, ids=lambda case: case.name)
+@in_parts("case", CASES, full=3, ids=lambda case: case.name)
 def test_as_planned(case: Case) -> None:
     places, reports = observe(case.world, train, case)
     assert not faults_of(reports)

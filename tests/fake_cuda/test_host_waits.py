@@ -105,8 +105,7 @@ def waits_in_steps(world: Any, cases: list[Case]) -> list[Waits]:
 @in_parts(
     ("world", "every"),
     [(1, 1), (2, 1), (2, 8), (3, 1), (4, 1), (4, 3), (8, 1)],
-    default=[(3, 1)],
-    full=[(2, 8)],
+    full=[(2, 8), (3, 1)],
 )
 def test_one_wait_in_a_step(world: int, every: int) -> None:
     cases = [case for case in CASES if case.world == world][::every]

@@ -15,7 +15,6 @@ from torch import Tensor
 from megapipe.distributed.mesh import Grid
 from megapipe.testing import WorldError
 from tests.fake_cuda.world import faults_of, observe, run_world
-from tests.parity.marks import in_parts
 
 N = 6
 
@@ -64,7 +63,7 @@ def test_a_channel_has_as_many_thread_blocks_as_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("later", [False, True])
-@in_parts("dtype", [torch.float32, torch.bfloat16, torch.int64], default=[torch.bfloat16], full=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_collectives(dtype: torch.dtype, later: bool) -> None:
     results = run_world(2, collectives, dtype, later)
     first, second = ([float(i + 10 * rank) for i in range(N)] for rank in range(2))
@@ -243,7 +242,7 @@ def restarted(world: Any, which: Callable[[Any], None]) -> None:
     which(world)
 
 
-@in_parts("which", NOTICED, default=5, full=2, ids=lambda which: which.__name__)
+@pytest.mark.parametrize("which", NOTICED, ids=lambda which: which.__name__)
 def test_a_rule_that_is_broken_is_noticed(which: Callable[[Any], None]) -> None:
     _, reports = observe(2, restarted, which)
     found = faults_of(reports)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.fake_cuda.world import observe, run_world
-from tests.parity.marks import in_parts
 
 N = 8
 
@@ -121,7 +120,7 @@ def race(world: Any, which: Callable[[Any, Any], None]) -> None:
     which(torch.cuda.Stream(), x)
 
 
-@in_parts("which", RACES, default=4, full=1, ids=lambda which: which.__name__)
+@pytest.mark.parametrize("which", RACES, ids=lambda which: which.__name__)
 def test_a_race_is_noticed(which: Callable[[Any, Any], None]) -> None:
     _, (report,) = observe(1, race, which)
     assert report.faults

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.fake_cuda.world import run_world
 from tests.parity.cases import Case
-from tests.parity.marks import in_parts
 from tests.parity.stale_ranks import check_stale, run_stale_cases
 
 ALONE = Case(pp=2, m=2, layers=2, uneven=True, tied=False, steps=6, batch=1)
@@ -16,7 +17,7 @@ CASES = {
 }
 
 
-@in_parts("world", CASES, default=[2], full=1)
+@pytest.mark.parametrize("world", CASES)
 def test_parity(world: int) -> None:
     results = run_world(world, run_stale_cases, CASES[world], "cuda", timeout_s=200)
     for number, case in enumerate(CASES[world]):

@@ -52,6 +52,22 @@ def test_a_rank_that_has_returned_is_there_until_all_have() -> None:
     assert spawn(send, 2) == [[0.0, 1.0, 2.0]] * 2
 
 
+def test_an_error_that_is_kept_keeps_no_store() -> None:
+    """A later rank that collects it as garbage would wait for a thread that forks do not have."""
+
+    def fail(world: World) -> None:
+        raise ValueError("no")
+
+    def stores() -> int:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        return sum(name.startswith("pt_tcpstore") for name in names)
+
+    before = stores()
+    with pytest.raises(RankError) as caught:
+        spawn(fail, 2)
+    assert stores() == before, caught
+
+
 def test_an_exception_of_a_rank_comes_back_with_its_traceback() -> None:
     def fail(world: World) -> None:
         if world.rank == 1:
