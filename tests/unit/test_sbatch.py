@@ -133,24 +133,16 @@ def test_ahead_of_the_time_limit_the_ranks_save_and_the_job_is_requeued(cluster)
     assert (cluster / "scontrol.log").read_text() == "requeue 4711\n"
 
 
-def test_a_fault_while_it_saves_ahead_of_the_time_limit_is_requeued(cluster):
+@pytest.mark.parametrize(("code", "requeued"), [(4, True), (0, False)])
+def test_what_comes_of_a_job_that_does_not_end_by_the_signal(cluster, code, requeued):
+    """A fault while it saves, or its own end."""
     rank = RANK.format(seconds=30, code=0)
-    (cluster / "train.py").write_text(rank.replace("sys.exit(75)", "sys.exit(4)"))
+    (cluster / "train.py").write_text(rank.replace("sys.exit(75)", f"sys.exit({code})"))
     job = submit("configs/llama_8b.yaml")
     wait_for(cluster / "ready")
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=60) == 4
-    assert (cluster / "scontrol.log").read_text() == "requeue 4711\n"
-
-
-def test_a_job_that_reaches_its_end_after_the_signal_is_not_requeued(cluster):
-    rank = RANK.format(seconds=30, code=0)
-    (cluster / "train.py").write_text(rank.replace("sys.exit(75)", "sys.exit(0)"))
-    job = submit("configs/llama_8b.yaml")
-    wait_for(cluster / "ready")
-    job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=60) == 0
-    assert not (cluster / "scontrol.log").exists()
+    assert job.wait(timeout=60) == code
+    assert (cluster / "scontrol.log").exists() == requeued
 
 
 def test_a_preempted_job_saves_and_leaves_the_requeueing_to_slurm(cluster):
