@@ -8,6 +8,8 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.parity import case_file, draw
+
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # a shell that starts a job in the background has it ignore Ctrl-C, which children inherit
@@ -17,6 +19,28 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # no drawn example fails because the machine is busy
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("megapipe")
+    group.addoption("--seed", help="what is drawn from long lists of cases (the commit's tree)")
+    group.addoption("--case", default="", help="cases of a matrix by their names: a1b2c3d4,...")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if seed := config.getoption("--seed"):
+        os.environ[draw.VARIABLE] = seed  # workers inherit it
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = [case_file.share_line(name) for name in case_file.BUDGETS_S]
+    return [f"drawn by --seed {draw.seed()}", *lines]
+
+
+@pytest.fixture
+def chosen(request: pytest.FixtureRequest) -> list[str]:
+    """The cases that the command line names."""
+    return [name for name in request.config.getoption("--case").split(",") if name]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,7 +24,7 @@ from megapipe.train.step import TrainStep
 from tests.parity.checking import assert_same_bits
 from tests.parity.chosen import chosen, evenly
 from tests.parity.live_storages import Alive, measure
-from tests.parity.marks import in_parts, some_or_all
+from tests.parity.marks import in_parts, one_of
 from tests.parity.ranks import OF_ALL_MODELS, Case, check_case, configure, run_cases
 
 pytestmark = pytest.mark.full
@@ -65,7 +65,7 @@ def test_every_policy_and_schedule_on_tensor_parallel_ranks() -> None:
             raise AssertionError(f"{case.name}: {error}") from None
 
 
-@some_or_all(8)
+@one_of(8)
 def test_over_a_wire(some: slice) -> None:
     given = [
         Case(pp=2, m=3, schedule="zb_h1", activations=name, layers=4, model="llama")
@@ -76,7 +76,7 @@ def test_over_a_wire(some: slice) -> None:
         check_case(case, [outcomes[i] for outcomes in results])
 
 
-@some_or_all(6)
+@one_of(6)
 def test_dropout_is_the_same_bitwise(some: slice) -> None:
     """Norms that have one gradient for their input are run again to the same bits."""
     given = [
@@ -114,7 +114,7 @@ def sizes_of(config: Config, layout: Layout) -> Sizes:
     return sizes._replace(exchanging=attention_workspace(layout, piece[1], piece[0]))
 
 
-@some_or_all(2)
+@one_of(2)
 def test_bytes_where_positions_are_split(some: slice) -> None:
     base = Case(cp=2, pp=4, in_process=True, layers=8)
     check_bytes(
@@ -134,7 +134,7 @@ def test_bytes_where_positions_are_split(some: slice) -> None:
     )
 
 
-@some_or_all(2)
+@one_of(2)
 def test_bytes_on_a_tensor_parallel_rank(some: slice) -> None:
     base = Case(tp=2, pp=4, in_process=True, layers=8, dropout=0.1)
     given = [
@@ -157,7 +157,7 @@ def measure_evenly(world: World, given: list[Case]) -> list[Alive]:
         return measure_all(world, given)
 
 
-@some_or_all(10)
+@one_of(10)
 def test_bytes_of_experts(some: slice) -> None:
     """Of a part of each sequence; and of experts on two ranks, where these are chosen evenly."""
     split = Case(tp=2, pp=4, in_process=True, layers=8, sequence_parallel=True)
@@ -239,7 +239,7 @@ def measure_within(world: World, given: list[Case]) -> list[dict[str, int]]:
     ]
 
 
-@some_or_all(6)
+@one_of(6)
 def test_peaks_within_operations_where_attention_is_kept(some: slice) -> None:
     base = Case(cp=2, pp=4, in_process=True, layers=8, sequence=64)
     check_peaks(
@@ -286,7 +286,7 @@ def test_peaks_within_operations_where_positions_are_split(cp: int, every: int) 
             assert abs(error) <= 0.02 * (case in narrow), f"{case.name}: {kind} is {error:+.1%} off"
 
 
-@some_or_all(3)
+@one_of(3)
 def test_peaks_within_operations_on_a_tensor_parallel_rank(some: slice) -> None:
     base = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64)
     given = [
@@ -302,7 +302,7 @@ def measure_evenly_within(world: World, given: list[Case]) -> list[dict[str, int
         return measure_within(world, given)
 
 
-@some_or_all(18)
+@one_of(18)
 def test_peaks_within_operations_of_experts(some: slice) -> None:
     """On two ranks, or with one part of each sequence, where they are chosen evenly."""
     split = Case(tp=2, pp=4, in_process=True, layers=8, sequence=64, sequence_parallel=True)

@@ -22,7 +22,7 @@ from tests.parity.cases import END
 from tests.parity.context_faults import FAULTS
 from tests.parity.expected import expected
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, selected
+from tests.parity.marks import in_parts, one_of, selected
 from tests.parity.ranks import Case, Rows, check_case, configure, run_case, run_cases
 
 DOCUMENTS = Case(cp=4, context="usp", documents=True, masked=0.3, sequence=16)
@@ -167,23 +167,20 @@ def test_ranks_that_share_samples_compare_them(other: int | None, of: str) -> No
     assert "(parallel.cp)" in line
 
 
-IN_CI = [*FAULTS][::3]
-
-
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@in_parts("fault", FAULTS, full=IN_CI, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, full=3, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     with pytest.raises(AssertionError, match=r"difference is|own it"):
         check_case(FAULTS[fault], outcomes[fault.__name__])
 
 
-@pytest.mark.full
-def test_the_cases_pass_without_a_fault() -> None:
-    given = {FAULTS[fault] for fault in IN_CI}
+@one_of(3)
+def test_the_cases_pass_without_a_fault(some: slice) -> None:
+    given = [*dict.fromkeys(FAULTS.values())][some]
     for size in sorted({case.world for case in given}):
         cases = [case for case in given if case.world == size]
         results = run_world(size, run_cases, cases)

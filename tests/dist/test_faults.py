@@ -9,11 +9,8 @@ import pytest
 from megapipe.testing import run_world
 from tests.parity.bitwise import assert_bitwise
 from tests.parity.faults import FAULTS, OUTRIGHT, outcomes_of_faults, run_with_dropout
-from tests.parity.marks import in_parts, selected, some_or_all
+from tests.parity.marks import in_parts, one_of, selected
 from tests.parity.ranks import Case, check_case, run_cases
-
-IN_CI = 4
-"""Every fourth fault."""
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +18,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return outcomes_of_faults(selected(request, "fault", FAULTS))
 
 
-@in_parts("fault", FAULTS, default=12, full=IN_CI, ids=lambda fault: fault.__name__)
+@in_parts("fault", FAULTS, default=12, full=4, ids=lambda fault: fault.__name__)
 def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
     ranks = outcomes[fault.__name__]
     texts = {outcome for outcome in ranks if isinstance(outcome, str)}
@@ -33,9 +30,9 @@ def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
         check_case(FAULTS[fault], ranks)
 
 
-@some_or_all(IN_CI)
+@one_of(4)
 def test_the_cases_pass_without_a_fault(some: slice) -> None:
-    of_faults = {*[*FAULTS.values()][some]}
+    of_faults = {*[*dict.fromkeys(FAULTS.values())][some]}
     for size in sorted({case.world for case in of_faults}):
         cases: list[Case] = [case for case in of_faults if case.world == size]
         results = run_world(size, run_cases, cases)

@@ -12,7 +12,7 @@ import pytest
 from megapipe.cli import parse
 from megapipe.testing import World, run_world
 from tests.parity import named_settings
-from tests.parity.marks import some_or_all
+from tests.parity.marks import one_of
 from tests.parity.ranks import Case, Outcome, check_case, run_case
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -90,7 +90,7 @@ def test_scaled_down() -> None:
     assert rounded.losses == pytest.approx(exact.losses, rel=0.01)
 
 
-@some_or_all(3, first=1)
+@one_of(3)
 def test_experts_scaled_down(some: slice) -> None:
     """Experts over dp, and over dp x tp, as in the presets."""
     cases = [SWITCH, MIXTRAL, QWEN3][some]

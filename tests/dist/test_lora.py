@@ -37,36 +37,6 @@ from tests.parity.stopped_runs import (
 TENSOR = Case(tp=2, lora="all", model="llama", kv_heads=2)
 SPLIT = replace(TENSOR, sequence_parallel=True)
 PIPELINE = Case(pp=2, m=3, lora="all")
-DATA = Case(dp=2, lora="all", model="mixed")
-TWO = [
-    TENSOR,
-    replace(SPLIT, lora="some", activations="of each some"),
-    replace(SPLIT, lora="heads together", model="gpt2", loss_chunk=0, debug=True),
-    replace(PIPELINE, schedule="zb_h1"),
-    replace(PIPELINE, lora="some", activations="full", tied=False),
-    replace(PIPELINE, lora="some", model="mixed", layers=3, rule="lamb"),
-    replace(DATA, reduce_chunk_mib=1e-6),
-    replace(DATA, zero=3, lora="some"),
-    replace(TENSOR, rule="muon"),
-]
-FOUR = [
-    replace(SPLIT, pp=2, m=3, schedule="zb_h1", activations="full, two together"),
-    replace(SPLIT, pp=2, m=4, schedule="zb_v", lora="some", dropout=0.2),
-    replace(SPLIT, pp=2, m=4, schedule="interleaved_1f1b", chunks=2, activations="stage"),
-    replace(SPLIT, pp=2, m=2, schedule="seq1f1b", slices=2, model="qwen"),
-    replace(SPLIT, dp=2, zero=3, lora="heads together", dtype="bf16"),
-    replace(SPLIT, dp=2, zero=2, reduce_chunk_mib=1e-6, model="gemma", rule="muon"),
-    replace(PIPELINE, pp=4, m=4, schedule="chimera", lora="some", model="neox"),
-    replace(DATA, pp=2, zero=3, chunks=2, m=4, schedule="interleaved_1f1b", rule="muon"),
-]
-EXPERTS = [
-    replace(DATA, ep=2, moe="shared, gated", model="llama", masked=0.3),
-    replace(DATA, ep=2, moe="top 1, capacity 1", lora="some", layers=4, zero=2),
-    replace(DATA, ep=2, moe="top 2", dispatch="fetch", expert_chunks=2, zero=3, model="llama"),
-    replace(PIPELINE, moe="capacity, choice", lora="heads together", schedule="zb_h1"),
-    replace(SPLIT, etp=2, moe="pyramid", lora="some", activations="experts again", zero=0),
-    replace(SPLIT, ep=2, moe="residual", dispatch="all_gather", activations="full", rule="lamb"),
-]
 OVER_FOUR = [
     replace(SPLIT, dp=2, ep=4, moe="pyramid", lora="some", model="gemma", zero=3),
     replace(PIPELINE, dp=2, ep=2, moe="shared, gated", schedule="chimera", m=4, rule="muon"),
@@ -83,18 +53,10 @@ def check(cases: list[Case]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(TWO, id="two", marks=pytest.mark.slow),
-        pytest.param(FOUR, id="four", marks=pytest.mark.slow),
-        pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
-        pytest.param(OVER_FOUR, id="experts over four"),
-    ],
-)
-def test_every_layout_trains_the_same_adapters(cases: list[Case]) -> None:
-    """Loss, every gradient, norm, weights and states; what is frozen stays to the bit."""
-    check(cases)
+def test_layouts_train_the_same_adapters() -> None:
+    """Loss, every gradient, norm, weights and states; what is frozen stays to the bit. In more
+    layouts: the parity matrix."""
+    check(OVER_FOUR)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from megapipe.train import memory_copies
 from megapipe.train.callbacks import Callback, Run, Step
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts, some_or_all
+from tests.parity.marks import in_parts, one_of
 from tests.parity.poison import Poison
 from tests.parity.stopped_runs import BASE, Interrupted, Play, assert_continues, play
 
@@ -163,7 +163,7 @@ LEFT = {
 """What is done to the copies of steps 2 and 4 on two nodes, and from which the run goes on."""
 
 
-@some_or_all(6)
+@one_of(6)
 def test_damaged_copies_are_passed_over(some: slice, tmp_path: Path) -> None:
     left = [*LEFT.values()][some]
     behind = {**MEMORY, "parallel.dp": "2"}

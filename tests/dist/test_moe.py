@@ -23,7 +23,7 @@ from tests.parity import moe_faults, reference
 from tests.parity.bitwise import assert_bitwise, outcomes_of
 from tests.parity.cases import Rows, settings
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, selected, some_or_all
+from tests.parity.marks import in_parts, one_of, selected
 from tests.parity.moe_faults import FAULTS
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_case, run_cases
 from tests.parity.registry_cases import smallest
@@ -41,127 +41,15 @@ PIPELINE = Case(pp=2, m=3, moe="top 2", masked=0.3)
 ALONE = Case(moe="top 2", model="llama")
 TENSOR = replace(ALONE, tp=2, sequence_parallel=True)
 SPLIT = replace(PIPELINE, schedule="zb_h1", in_process=True, m=4, moe="capacity, choice")
-SLICED = Case(pp=2, m=3, schedule="seq1f1b", slices=2, masked=0.3)
-CONTEXT = replace(ALONE, cp=2)
 DATA = replace(ALONE, dp=2)
+UNMASKED = [
+    Case(moe="capacity, choice", masked=1.0, clip=None),
+    replace(TENSOR, moe="shared, gated", activations="stage", zero=2, clip=None, masked=1.0),
+]
 PYRAMID = [
-    Case(moe="pyramid", masked=0.3),
-    replace(ALONE, moe="pyramid, biased", activations="full", m=3),
     replace(DATA, ep=2, moe="pyramid", zero=3, masked=0.3, activations="full"),
     replace(PIPELINE, moe="pyramid", schedule="zb_h1", layers=3),
-    replace(TENSOR, ep=2, moe="pyramid, biased", model="gpt2", zero=0, activations="stage"),
-    replace(DATA, etp=2, moe="pyramid", model="gpt2", zero=2, activations="selective"),
-    replace(CONTEXT, ep=2, moe="pyramid, biased", masked=0.3, clip=None),
-    replace(PIPELINE, dp=2, ep=2, moe="pyramid", schedule="zb_h1", zero=2, model="llama"),
-    replace(TENSOR, dp=2, ep=4, moe="pyramid", zero=3, activations="of each some"),
-    replace(TENSOR, dp=2, ep=2, etp=2, moe="pyramid, biased", model="gpt2", zero=1, m=3),
-    replace(TENSOR, pp=2, ep=2, moe="pyramid, biased", schedule="zb_v", m=4, zero=1),
-    replace(PIPELINE, dp=2, etp=2, moe="pyramid, biased", schedule="chimera", m=4, tied=False,
-            zero=0),
-    replace(PIPELINE, dp=4, ep=2, moe="pyramid", schedule="zb_v", m=4, in_process=True, zero=3,
-            activations="full"),
-]  # fmt: skip
-"""Layers with other numbers of experts: on stages as many times more or fewer."""
-CASES = [
-    *(
-        Case(moe=moe, masked=0.3, model="llama" if i % 2 else "gpt2")
-        for i, moe in enumerate(
-            (
-                *("top 1, capacity 1", "capacity, position", "capacity, score"),
-                *("shared, gated", "residual"),
-            )
-        )
-    ),
-    Case(moe="capacity, choice", masked=1.0, clip=None),
-    replace(ALONE, model="neox", moe="groups", activations="full"),
-    replace(ALONE, model="gemma", moe="shared, gated", activations="full, two together"),
-    replace(ALONE, activations="of each some", dropout=0.2),
-    replace(ALONE, activations="offload", moe="residual"),
-    replace(ALONE, dtype="fp32", moe="groups", look_ahead=2),
-    replace(PIPELINE, schedule="zb_h1", in_process=True, documents=True),
-    replace(PIPELINE, schedule="zb_h1", moe="capacity, position", activations="full"),
-    replace(PIPELINE, dp=2, zero=3, moe="groups", layers=3, activations="selective"),
-    replace(PIPELINE, dp=2, zero=2, moe="capacity, score", chunks=2, m=4,
-            schedule="interleaved_1f1b", reduce_chunk_mib=1e-6),
-    replace(PIPELINE, schedule="zb_v", m=4, dp=2, moe="shared, gated", dropout=0.2),
-    replace(PIPELINE, schedule="chimera", m=4, tied=False, dp=2, zero=0, moe="capacity, choice"),
-    replace(PIPELINE, schedule="chimera_backward_halving", m=4),
-    replace(PIPELINE, schedule="varuna", moe="residual"),
-    replace(PIPELINE, schedule="chimera_backward_halving", m=4, moe="step"),
-    replace(PIPELINE, schedule="chimera_backward_halving", m=4, moe="random"),
-    replace(PIPELINE, schedule="zb_h1", dp=2, moe="random", activations="selective"),
-    replace(ALONE, moe="random", activations="full", dropout=0.2, m=4, batch=1),
-    replace(TENSOR, moe="random", ep=2, zero=2, activations="stage"),
-    replace(CONTEXT, moe="random", context="striped", m=3, model="gpt2"),
-    replace(ALONE, moe="step", activations="full", masked=0.3, clip=None),
-    replace(TENSOR, moe="step", ep=2, zero=3, masked=0.3, m=3),
-    replace(CONTEXT, moe="step", model="gpt2", activations="stage"),
-    replace(PIPELINE, dp=2, ep=2, moe="step", schedule="chimera", m=4, tied=False, zero=0),
-    replace(TENSOR, moe="capacity, score", masked=0.3, zero=3),
-    replace(TENSOR, moe="capacity, position", model="gpt2", activations="full", m=3, zero=0),
-    replace(TENSOR, moe="shared, gated", activations="stage", zero=2, clip=None, masked=1.0),
-    replace(TENSOR, moe="residual", model="gpt2", activations="of each some"),
-    replace(TENSOR, dp=2, moe="groups", layers=3, zero=3, prefetch=0, m=3, masked=0.3),
-    replace(TENSOR, dp=2, moe="top 1, capacity 1", zero=2, shard_size=2, model="gemma"),
-    replace(TENSOR, pp=2, moe="capacity, choice", schedule="zb_h1", m=3, activations="full"),
-    replace(TENSOR, pp=2, moe="groups", schedule="chimera", m=4, tied=False, zero=2),
-    replace(TENSOR, pp=2, schedule="zb_v", m=4, in_process=True, zero=3, reduce_chunk_mib=1e-6),
-    replace(CONTEXT, moe="capacity, position", masked=0.3, zero=3, activations="full"),
-    replace(CONTEXT, moe="capacity, score", context="striped", model="gpt2", m=3),
-    replace(CONTEXT, cp=4, moe="capacity, choice", context="usp", sequence=16, zero=2),
-    replace(CONTEXT, tp=2, sequence_parallel=True, moe="capacity, position", masked=0.4),
-    replace(CONTEXT, pp=2, moe="groups", context="ulysses", schedule="zb_h1", m=3),
-    replace(DATA, ep=2, masked=0.3, zero=3, activations="full"),
-    replace(DATA, ep=2, moe="shared, gated", model="gpt2", zero=0, activations="stage"),
-    replace(TENSOR, ep=2, moe="groups", layers=3, zero=2, masked=1.0, clip=None),
-    replace(CONTEXT, ep=2, moe="capacity, position", activations="selective", look_ahead=2),
-    replace(TENSOR, dp=2, ep=2, moe="residual", model="gemma", zero=3, shard_size=2, m=3),
-    replace(TENSOR, dp=2, ep=4, moe="top 1, capacity 1", zero=2, masked=0.3),
-    replace(TENSOR, cp=2, ep=4, moe="capacity, position", model="gpt2", documents=True),
-    replace(PIPELINE, dp=2, ep=2, moe="groups", schedule="zb_h1", layers=3, zero=2, model="llama"),
-    replace(PIPELINE, dp=2, ep=2, moe="residual", schedule="chimera", m=4, tied=False, zero=0),
-    replace(DATA, etp=2, model="gpt2", masked=0.3, zero=3, activations="full"),
-    replace(TENSOR, etp=2, moe="shared, gated", model="neox", zero=0),
-    replace(TENSOR, dp=2, ep=2, etp=2, moe="capacity, position", model="gpt2", zero=2, m=3),
-    replace(CONTEXT, dp=2, etp=2, moe="groups", layers=3, dtype="fp32"),
-    replace(SLICED, moe="capacity, position", in_process=True, model="gpt2"),
-    replace(SLICED, moe="groups", slices=3, sequence=12, layers=3),
-    replace(SLICED, moe="sliced", schedule="terapipe", in_process=True),
-    replace(SLICED, moe="step", model="llama"),
-    replace(SLICED, tp=2, sequence_parallel=True, moe="groups", ep=2, layers=4, zero=2),
-    replace(SLICED, tp=2, sequence_parallel=True, moe="capacity, position", in_process=True),
-    replace(SLICED, cp=2, moe="step", sequence=16, model="llama", ep=2, zero=3),
-    replace(SLICED, cp=2, moe="sliced", sequence=16, schedule="terapipe", in_process=True),
-    replace(ALONE, moe="random", activations="experts again", dropout=0.2),
-    replace(ALONE, moe="capacity, score", activations="experts again", model="gemma", m=3),
-    replace(CONTEXT, ep=2, dispatch="all_gather", expert_chunks=2, moe="groups", layers=3,
-            activations="experts again"),
-    replace(DATA, etp=2, dispatch="fetch", moe="shared, gated", zero=3,
-            activations="experts again"),
-    replace(PIPELINE, dp=2, ep=2, moe="residual", schedule="zb_h1", zero=2,
-            activations="experts again"),
-    replace(TENSOR, dp=2, ep=4, dispatch="hierarchical", node=2, moe="pyramid, biased", m=3,
-            activations="experts again"),
-    replace(SLICED, moe="sliced", in_process=True, activations="experts again"),
-    replace(ALONE, moe="groups", dtype="bf16", grouped=True),
-    replace(ALONE, moe="capacity, score", dtype="fp32", grouped=True, activations="full"),
-    replace(PIPELINE, dp=2, ep=2, schedule="zb_h1", dtype="fp32", grouped=True, masked=0.4),
-    replace(TENSOR, ep=2, moe="step", dtype="fp16", grouped=True, zero=2),
-    replace(ALONE, rule="lars"),
-    replace(ALONE, rule="lamb", moe="residual", model="gpt2"),
-    replace(DATA, ep=2, rule="lamb", zero=3, moe="shared, gated"),
-    replace(DATA, etp=2, rule="muon", zero=2, model="gpt2"),
-    replace(TENSOR, ep=2, rule="muon", zero=0, pp=2, schedule="zb_h1", m=3),
-    replace(TENSOR, dp=2, ep=2, etp=2, rule="muon", layers=3, moe="capacity, position"),
-    replace(TENSOR, dp=2, etp=2, rule="lars", zero=3, model="gpt2", shard_size=2),
-    replace(PIPELINE, dp=4, ep=2, schedule="zb_v", m=4, in_process=True, zero=3, dropout=0.2),
-    replace(ALONE, moe="step, first", dtype="fp32", activations="experts again"),
-    replace(ALONE, moe="step, first", activations="full", masked=0.3, m=3),
-    replace(TENSOR, moe="step, first", ep=2, zero=3, masked=0.3, m=3),
-    replace(SLICED, moe="step, first", model="llama"),
-    replace(CONTEXT, dp=2, moe="step, first", ep=2, context="striped", zero=2),
-    replace(PIPELINE, dp=2, ep=2, moe="step, first", schedule="chimera", m=4, tied=False, zero=0),
-]  # fmt: skip
+]
 
 
 def check(cases: list[Case]) -> None:
@@ -175,30 +63,15 @@ def check(cases: list[Case]) -> None:
                 raise AssertionError(f"{case.name}: {error}") from None
 
 
-def of_world(world: int, cases: list[Case]) -> list[Case]:
-    return [case for case in cases if case.world == world]
-
-
-@in_parts(
-    ("world", "first", "every"),
-    [(1, 5, 12), (2, 6, 24), (4, 1, 16)],
-    default=[(1, 5, 12)],
-    full=1,
-)
-def test_some_cases(world: int, first: int, every: int) -> None:
-    """Among them a batch without an unmasked token, and biases of stages with several holders."""
-    check(of_world(world, CASES)[first::every])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_cases(world: int) -> None:
-    check(of_world(world, CASES))
+@pytest.mark.full
+def test_a_batch_without_an_unmasked_token() -> None:
+    """All other values of experts beside those of layouts: the parity matrix."""
+    check(UNMASKED)
 
 
 def test_a_pyramid() -> None:
     """Row 7.09: with a shared MLP and softmax over both, PR-MoE."""
-    check(PYRAMID[2:4])
+    check(PYRAMID)
 
 
 GSHARD = Case(m=4, batch=1, moe="gshard", layers=2, masked=0.3)
@@ -261,11 +134,6 @@ def test_all_choices_on_one_expert_of_a_layer() -> None:
         assert first[3] == last[3] == 0
 
 
-@in_parts("world", [1, 2, 4], full=[2])
-def test_pyramids(world: int) -> None:
-    check(of_world(world, PYRAMID))
-
-
 def of_every_schedule(least: int = 1) -> Iterator[Case]:
     """With so many micro-batches or a few more. Slices fill an expert's places by position."""
     for name in names():
@@ -279,12 +147,12 @@ def test_every_schedule() -> None:
     check(list(of_every_schedule()))
 
 
-@some_or_all(10)
+@one_of(10)
 def test_every_schedule_with_experts_on_two_ranks(some: slice) -> None:
     check([replace(case, dp=2, ep=2) for case in of_every_schedule()][some])
 
 
-@some_or_all(12, first=2)
+@one_of(12)
 def test_every_schedule_between_processes_with_experts_on_two_ranks(some: slice) -> None:
     """Rows travel to experts beside the messages of a pipeline."""
     cases = list(of_every_schedule(least=3))[some]

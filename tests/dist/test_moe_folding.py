@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.parity.bitwise import check_groups
-from tests.parity.marks import some_or_all
+from tests.parity.marks import one_of
 from tests.parity.named_settings import MOE
 from tests.parity.ranks import Case
 
@@ -65,7 +65,7 @@ def test_every_setting_is_over_an_axis_and_in_halves() -> None:
 
 
 @pytest.mark.parametrize("fold", FOLDS)
-@some_or_all(12)
+@one_of(12)
 def test_every_setting_is_that_of_one_process(fold: str, some: slice) -> None:
     """CI has other settings over each axis."""
     first = [*FOLDS].index(fold) if some.step else 0

@@ -9,7 +9,7 @@ import pytest
 from megapipe.schedule.generators import names
 from megapipe.testing import run_world
 from tests.parity.cases import Case
-from tests.parity.marks import in_parts, some_or_all
+from tests.parity.marks import in_parts, one_of
 from tests.parity.own_models import Own, check_own, run_own, settle
 from tests.parity.registry_cases import smallest
 
@@ -65,7 +65,7 @@ def test_every_way_to_shard(model: str) -> None:
     check_all([Own(model, case, 6) for case in FURTHER])
 
 
-@some_or_all(3)
+@one_of(3)
 def test_layers_without_parameters_or_gradients(some: slice) -> None:
     """Alone on a stage, and with others."""
     cases = [

@@ -2,79 +2,50 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
 import random
-from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
-from megapipe.testing import World, run_world
-from tests.parity.marks import in_parts, some_or_all
-from tests.parity.matrix import ELSEWHERE, LAYOUTS, MATRIX, SCHEDULES, layouts_in_full, to_case
-from tests.parity.pairs import Choice
-from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
-from tests.parity.traced_compiler import traced_blocks
+from tests.parity.case_file import drawn, read
+from tests.parity.marks import in_parts, one_of
+from tests.parity.matrix import SCHEDULES, layouts_in_full, to_case
+from tests.parity.pair_runs import (
+    MATRICES,
+    case_of,
+    check_cases,
+    check_pairs,
+    choice_of,
+    impossible_pairs,
+)
+from tests.parity.ranks import Case, configure
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 
 
-@functools.cache
-def choices_of_pairs() -> list[Choice]:
-    return MATRIX.covering(random.Random(0))
-
-
-def run_traced(world: World, cases: list[Case]) -> list[Outcome]:
-    """All cases of one world size; compiled blocks are traced, but not by inductor."""
-    outcomes = []
-    for case in cases:
-        with traced_blocks() if case.compile else nullcontext():
-            try:
-                outcomes.append(run_case(world, case))
-            except Exception as error:
-                error.add_note(f"case: {case.name}")
-                raise
-    return outcomes
-
-
-def check(cases: list[Case], world: int) -> None:
-    cases = [case for case in cases if case.world == world]
-    assert cases
-    results = run_world(world, run_traced, cases, timeout_s=30 + 10 * len(cases))
-    for i, case in enumerate(cases):
-        try:
-            check_case(case, [outcomes[i] for outcomes in results])
-        except AssertionError as error:
-            raise AssertionError(f"{case.name}: {error}") from None
+@pytest.mark.full
+@pytest.mark.parametrize("world", WORLDS)
+def test_drawn_pairs(world: int, chosen: list[str]) -> None:
+    """Some of the cases that between them hold every pair of values, others for each commit."""
+    cases = [case for case in read("parity")[0] if case.id in chosen] or drawn("parity")
+    here = [case for case in cases if case_of("parity", case).world == world]
+    if not here:
+        pytest.skip(f"none of the cases has {world} ranks")
+    check_pairs("parity", here)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_pairs(world: int) -> None:
-    check([to_case(choice) for choice in choices_of_pairs()], world)
+    cases = [case for case in read("parity")[0] if case_of("parity", case).world == world]
+    check_pairs("parity", cases)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("world", "number"), [(1, 2), (2, 2), (3, 2), (4, 2), (5, 2)], ids=list("12345")
-)
-def test_some_pairs(world: int, number: int) -> None:
-    rng = random.Random(world)
-    layouts = [layout for layout in LAYOUTS if math.prod(layout) == world]
-    given = itertools.islice(itertools.cycle(rng.sample(layouts, len(layouts))), number)
-    choices = [MATRIX.varied(rng, {"layout": layout}) for layout in given]
-    check([to_case(choice) for choice in choices if choice is not None], world)
-
-
-@pytest.mark.slow
-def test_every_possible_pair_is_held() -> None:
-    MATRIX.check_held(choices_of_pairs())
-
-
-def test_every_switch_is_a_dimension() -> None:
-    MATRIX.check_fields({field.name for field in fields(Case)}, ELSEWHERE)
+def test_the_file_of_cases_holds_every_pair() -> None:
+    pairs, (cases, _) = MATRICES["parity"].pairs, read("parity")
+    choices = [choice_of("parity", case) for case in cases]
+    pairs.check_held(choices, impossible_pairs("parity"))
+    assert {case_of("parity", case).world for case in cases} == {*WORLDS}
 
 
 @pytest.mark.slow
@@ -82,6 +53,10 @@ def test_every_switch_is_a_dimension() -> None:
 def test_full_product(world: int) -> None:
     cases = [to_case(choice) for choice in layouts_in_full(random.Random(1))]
     check([replace(case, steps=3) for case in cases], world)
+
+
+def check(cases: list[Case], world: int) -> None:
+    check_cases([case for case in cases if case.world == world])
 
 
 LONG = [
@@ -113,7 +88,7 @@ def test_slices_of_uneven_length() -> None:
     check(UNEVEN_SLICES, 2)
 
 
-@some_or_all(4)
+@one_of(4)
 def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups(some: slice) -> None:
     """pp4 in one process per (dp, tp) coordinate, for every schedule."""
     cases = [
@@ -124,12 +99,13 @@ def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups(some: sli
             m=5,
             schedule=schedule,
             chunks=chunks,
+            slices=slices,
             in_process=True,
             sequence_parallel=True,
             layers=4 * chunks,
             masked=0.3,
         )
-        for schedule, chunks in SCHEDULES[some]
+        for schedule, chunks, slices in SCHEDULES[some]
     ]
     check(cases, 4)
 

@@ -29,7 +29,7 @@ from megapipe.train.step import TrainStep
 from tests.parity.cases import LR, SLOW, Rows, validation_rows, validation_samples
 from tests.parity.collective_recorder import recording
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, selected, some_or_all
+from tests.parity.marks import in_parts, one_of, selected
 from tests.parity.outcome import Parts, own_values
 from tests.parity.placement_faults import COPIED, FAULTS
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
@@ -129,7 +129,7 @@ def test_copies_change_no_result() -> None:
     check(SMALL[:2])
 
 
-@some_or_all(12)
+@one_of(12)
 @pytest.mark.parametrize("cases", [SMALL[2:], LARGE], ids=["2", "4"])
 def test_copies_change_no_result_in_more_layouts(cases: list[Case], some: slice) -> None:
     check(cases[some])

@@ -31,7 +31,7 @@ from megapipe.train.routing_state import RoutingState
 from megapipe.train.step import TrainStep
 from megapipe.train.update import StepResult
 from tests.parity import reference
-from tests.parity.marks import in_parts, some_or_all
+from tests.parity.marks import in_parts, one_of
 from tests.parity.ranks import Case, Rows, configure, take_region
 from tests.parity.stopped_runs import DP, HALF, Play, assert_same_files, checkpoint, run
 from tests.parity.stopped_runs import STEPS as JOB_STEPS
@@ -223,7 +223,7 @@ def check(runs: Sequence[Run]) -> None:
                 raise
 
 
-@some_or_all(8)
+@one_of(8)
 def test_clipping_and_values_that_are_not_finite(norms: dict[bool, float], some: slice) -> None:
     check([with_mishaps(case, norms, seed) for seed, case in enumerate(CASES)][some])
 
@@ -238,7 +238,7 @@ def test_further_layouts_rules_and_states(norms: dict[bool, float]) -> None:
     )
 
 
-@some_or_all(6)
+@one_of(6)
 def test_layers_with_experts(some: slice) -> None:
     """A choice of what is undone is made again."""
     check(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.jobs import Job
+from tests.parity.jobs import OUR_FRAME, Job
 from tests.parity.marks import in_parts
 from tests.parity.setting_up import TwoNodes
 
@@ -52,7 +52,8 @@ def assert_ended(job: Job, seconds: float, *codes: int | None) -> None:
 
 def the_line(job: Job) -> str:
     """The only one, without a traceback of ours; torchrun has some of its own."""
-    assert not re.search(r'File ".*(stays\.py|megapipe/)', job.text), job.text
+    assert not OUR_FRAME.search(job.text), job.text
+    assert 'stays.py", line' not in job.text, job.text
     (line,) = [line for line in job.text.splitlines() if line.startswith("megapipe: error:")]
     return line
 

@@ -75,7 +75,6 @@ ALL = {
     for name, faults in FAULTS.items()
     for fault in faults
 }
-IN_CI = [f"{name}-{fault.__name__}" for name, faults in FAULTS.items() for fault in faults[::3]]
 Found = dict[tuple[str, str], StaleOutcome | str]
 """By case and fault, what comes of it on a rank: an outcome, or an error that it leads to."""
 
@@ -116,7 +115,7 @@ def test_without_a_fault_nothing_is_noticed(name: str, outcomes: list[Found]) ->
     check_stale(CASES[name], found)
 
 
-@in_parts("fault", ALL, default=13, full=IN_CI)
+@in_parts("fault", ALL, default=13, full=3)
 def test_a_fault_is_noticed(fault: str, outcomes: list[Found]) -> None:
     name, seeded = ALL[fault]
     found = seen(name, seeded, outcomes)

@@ -3,76 +3,68 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import random
-from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from megapipe.testing import World, run_world
-from tests.parity.cases import Case
-from tests.parity.pairs import Choice
-from tests.parity.stale_matrix import ELSEWHERE, MATRIX, to_case
-from tests.parity.stale_ranks import StaleOutcome, run_stale_cases
-from tests.parity.stale_windows import check_windows
-from tests.parity.traced_compiler import traced_blocks
+from megapipe.errors import ConfigError
+from tests.parity.case_file import drawn, read
+from tests.parity.cases import SWITCHES, Case, configure
+from tests.parity.pair_runs import MATRICES, case_of, check_pairs, choice_of, impossible_pairs
+from tests.parity.stale_matrix import DIMENSIONS, JOINT, to_case
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 
 
-@functools.cache
-def choices_of_pairs() -> list[Choice]:
-    return MATRIX.covering(random.Random(0))
-
-
-def of_world(world: int) -> list[Case]:
-    cases = [to_case(choice) for choice in choices_of_pairs()]
-    return [case for case in cases if case.world == world]
-
-
-def run_traced(world: World, cases: list[Case]) -> list[StaleOutcome]:
-    """Compiled blocks are traced, but not by inductor."""
-    outcomes = []
-    for case in cases:
-        with traced_blocks() if case.compile else nullcontext():
-            outcomes += run_stale_cases(world, [case])
-    return outcomes
-
-
-def check(cases: list[Case]) -> None:
-    ranks = run_world(cases[0].world, run_traced, cases, timeout_s=60 + 20 * len(cases))
-    for number, case in enumerate(cases):
-        try:
-            check_windows(case, [outcomes[number] for outcomes in ranks])
-        except AssertionError as error:
-            raise AssertionError(f"{case.name}: {error}") from None
+@pytest.mark.full
+@pytest.mark.parametrize("world", WORLDS)
+def test_drawn_pairs(world: int, chosen: list[str]) -> None:
+    """Some of the cases that between them hold every pair of values, others for each commit."""
+    cases = [case for case in read("stale")[0] if case.id in chosen] or drawn("stale")
+    here = [case for case in cases if case_of("stale", case).world == world]
+    if not here:
+        pytest.skip(f"none of the cases has {world} ranks")
+    check_pairs("stale", here)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_pairs(world: int) -> None:
-    check(of_world(world))
+    cases = [case for case in read("stale")[0] if case_of("stale", case).world == world]
+    check_pairs("stale", cases)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("world", "number"), [(1, 2), (2, 1), (3, 1), (4, 2)])
-def test_some_pairs(world: int, number: int) -> None:
-    rng = random.Random(world)
-    sizes = itertools.product(*(MATRIX.dimensions[name] for name in ("dp", "tp", "size")))
-    given = [size for size in sizes if size[0] * size[1] * size[2][0] == world]
-    choices = [
-        MATRIX.varied(rng, {"dp": dp, "tp": tp, "size": size, "in_process": False})
-        for dp, tp, size in rng.sample(given, number)
-    ]
-    check([to_case(choice) for choice in choices if choice is not None])
+def test_the_file_of_cases_holds_every_pair() -> None:
+    pairs, (cases, _) = MATRICES["stale"].pairs, read("stale")
+    choices = [choice_of("stale", case) for case in cases]
+    pairs.check_held(choices, impossible_pairs("stale"))
+    assert {case_of("stale", case).world for case in cases} == {*WORLDS}
 
 
-@pytest.mark.slow
-def test_every_possible_pair_is_held() -> None:
-    MATRIX.check_held(choices_of_pairs())
-    assert {case.world for case in map(to_case, choices_of_pairs())} == {*WORLDS}
+HERE = {field for dimension in DIMENSIONS for field in JOINT.get(dimension, [dimension])}
+OTHERS = [name for name, about in SWITCHES.items() if not about.elsewhere and name not in HERE]
+"""Fields that the parity matrix varies, and this one does not."""
 
 
-def test_every_switch_is_a_dimension() -> None:
-    MATRIX.check_fields({field.name for field in fields(Case)}, ELSEWHERE)
+@functools.cache
+def changes() -> list[dict[str, Any]]:
+    """What each case of the parity matrix has beside the fields of this one."""
+    plain, cases = Case(), [case_of("parity", case) for case in read("parity")[0]]
+    ours = [{name: getattr(case, name) for name in OTHERS} for case in cases]
+    return [{name: v for name, v in of.items() if v != getattr(plain, name)} for of in ours]
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_what_is_no_dimension_here_is_refused_without_a_flush(field: str) -> None:
+    """With as few other such values as there are in a case of the parity matrix."""
+    without_flush = to_case(MATRICES["stale"].pairs.plain)
+    configure(without_flush)
+    one_chunk = {1} if field == "chunks" else set()
+    values = {of[field] for of in changes() if field in of} - one_chunk
+    for value in values:
+        fewest = min((of for of in changes() if of.get(field) == value), key=len)
+        zero = 3 if "prefetch" in fewest else without_flush.zero
+        with pytest.raises(ConfigError):
+            configure(replace(without_flush, zero=zero, **fewest))
+    assert values

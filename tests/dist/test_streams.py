@@ -13,7 +13,7 @@ from megapipe.plan.memory import model_memory
 from megapipe.testing import World, WorldError, run_world
 from tests.parity import stale_faults
 from tests.parity.cases import Case, Rows
-from tests.parity.marks import in_parts, some_or_all
+from tests.parity.marks import in_parts, one_of
 from tests.parity.outcome import Outcome, Parts
 from tests.parity.ranks import run_case
 from tests.parity.stale_ranks import (
@@ -243,7 +243,7 @@ def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[StaleOutcome],
     return outcomes, numbers
 
 
-@some_or_all(7)
+@one_of(7)
 def test_compiled_blocks_keep_the_version_of_their_forward(some: slice) -> None:
     ((outcomes, numbers),) = run_world(1, run_traced, COMPILED[some], timeout_s=240)
     for case, outcome, graphs in zip(COMPILED[some], outcomes, numbers, strict=True):

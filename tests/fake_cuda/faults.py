@@ -53,7 +53,7 @@ FAULTS: list[Fault] = []
 
 
 def seeded(
-    case: Case, noticed: str, patience_s: float = 30.0
+    case: Case, noticed: str, patience_s: float = 8.0
 ) -> Callable[[Callable[[], Patch]], Callable[[], Patch]]:
     """Add the patch that the decorated function makes to the list."""
 

@@ -7,16 +7,12 @@ import traceback
 from typing import Any
 
 import numpy as np
-import pytest
 
 from megapipe.testing import WorldError
 from tests.fake_cuda.faults import FAULTS, Fault
 from tests.fake_cuda.world import faults_of, observe, run_world
-from tests.parity.marks import in_parts
+from tests.parity.marks import in_parts, one_of
 from tests.parity.ranks import Case, run_case
-
-IN_CI = 3
-"""Every third fault."""
 
 
 def run_with(world: Any, number: int) -> str:
@@ -31,7 +27,7 @@ def run_with(world: Any, number: int) -> str:
     return "" if all(np.isfinite(values).all() for *_, values in parts) else "some state is nan"
 
 
-@in_parts("number", range(len(FAULTS)), full=IN_CI, ids=lambda number: FAULTS[number].name)
+@in_parts("number", range(len(FAULTS)), full=3, ids=lambda number: FAULTS[number].name)
 def test_a_fault_is_noticed(number: int) -> None:
     fault: Fault = FAULTS[number]
     try:
@@ -47,7 +43,7 @@ def without(world: Any, case: Case) -> None:
     run_case(world, case, validate=False)
 
 
-@pytest.mark.full
-def test_the_cases_have_no_faults() -> None:
-    for case in dict.fromkeys(fault.case for fault in FAULTS[::IN_CI]):
+@one_of(3)
+def test_the_cases_have_no_faults(some: slice) -> None:
+    for case in [*dict.fromkeys(fault.case for fault in FAULTS)][some]:
         run_world(case.world, without, case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,105 +34,227 @@ END = 5
 
 
 @dataclass(frozen=True)
+class Switch:
+    """What the tests know of a field of :class:`Case`."""
+
+    key: str
+    """The configuration key that it goes to, or the section that it selects; "" if neither."""
+    direct: bool
+    """Whether the key takes the value as it is."""
+    layout: bool
+    """Whether it only says how the same training is laid out: the reference has no such thing."""
+    values: tuple[Any, ...]
+    """Values in the parity matrix, the plain one first."""
+    dimension: str
+    """The dimension of the parity matrix that gives several fields their values together."""
+    elsewhere: str
+    """Why the parity matrix has no dimension for it, or which test varies it."""
+
+
+def switch(
+    default: Any,
+    key: str = "",
+    *,
+    direct: bool = True,
+    layout: bool = False,
+    values: Sequence[Any] = (),
+    dimension: str = "",
+    elsewhere: str = "",
+) -> Any:
+    """Declare a field of :class:`Case`; see :class:`Switch`."""
+    assert sum(map(bool, (values, dimension, elsewhere))) == 1
+    about = Switch(key, direct and bool(key), layout, tuple(values), dimension, elsewhere)
+    return field(default=default, metadata={"switch": about})
+
+
+BINARY = (False, True)
+SIZE = "a size"
+RULES = (
+    "adamw",
+    "adam",
+    "sgd",
+    "lion",
+    "muon",
+    "lars",
+    "lamb",
+    "rmsprop",
+    "nadamw",
+    "adabelief",
+    "adam3",
+)
+
+
+@dataclass(frozen=True)
 class Case:
     """One layout of one small model. Defaults are the plainest."""
 
-    dp: int = 1
-    cp: int = 1
-    context: str = "ring"
+    dp: int = switch(1, "parallel.dp", dimension="layout", layout=True)
+    cp: int = switch(1, "parallel.cp", dimension="layout", layout=True)
+    context: str = switch(
+        "ring",
+        "context",
+        direct=False,
+        layout=True,
+        values=[name for name in CONTEXTS if name != "own"],
+    )
     """Of CONTEXTS, where positions are split."""
-    tp: int = 1
-    pp: int = 1
-    chunks: int | None = None
-    m: int = 2
-    schedule: str = "1f1b"
-    group: int | None = None
-    slices: int | None = None
-    lengths: tuple[int, ...] | None = None
+    tp: int = switch(1, "parallel.tp", dimension="layout", layout=True)
+    pp: int = switch(1, "parallel.pp", dimension="layout", layout=True)
+    schedule: str = switch("1f1b", "pipeline.schedule", dimension="schedule", layout=True)
+    chunks: int | None = switch(None, "pipeline.chunks", dimension="schedule", layout=True)
+    m: int = switch(2, "train.global_batch", direct=False, values=(2, 1, 3, 4, 5, 6, 7, 8, 9))
+    group: int | None = switch(
+        None,
+        "pipeline.group",
+        layout=True,
+        elsewhere="follows from the schedule and m; all values: test_schedules",
+    )
+    slices: int | None = switch(None, "pipeline.slices", dimension="schedule", layout=True)
+    lengths: tuple[int, ...] | None = switch(None, layout=True, elsewhere="test_slices")
     """Of the slices, whatever the layout has chosen."""
-    slice_overhead: float | None = None
-    slice_attention: float = 1.0
-    pairs: int | None = None
-    replicas: tuple[int, ...] | None = None
-    advance: int | None = None
-    weights: str = "synchronous"
+    slice_overhead: float | None = switch(
+        None, "pipeline.slice_overhead", layout=True, elsewhere="test_slices"
+    )
+    slice_attention: float = switch(
+        1.0, "pipeline.slice_attention", layout=True, elsewhere="test_slices"
+    )
+    pairs: int | None = switch(None, "pipeline.pairs", layout=True, elsewhere="test_schedules")
+    replicas: tuple[int, ...] | None = switch(
+        None, "pipeline.replicas", layout=True, elsewhere="test_schedules"
+    )
+    advance: int | None = switch(None, "pipeline.advance", layout=True, elsewhere="test_schedules")
+    weights: str = switch("synchronous", "pipeline.weights", elsewhere="test_stream_pairs")
     """Which ones operations read; without a flush `tests.parity.stale` is the reference."""
-    horizon: str = "update"
+    horizon: str = switch("update", "pipeline.horizon", elsewhere="test_stream_pairs")
     """Of the weights "predict"."""
-    correction: float | None = None
+    correction: float | None = switch(None, "pipeline.correction", elsewhere="test_streams")
     """Of the weights "correct"."""
-    lr_anneal_steps: int | None = None
-    synchronous_steps: int | None = None
-    swap: bool = False
+    lr_anneal_steps: int | None = switch(
+        None, "pipeline.lr_anneal_steps", elsewhere="test_stream_pairs"
+    )
+    synchronous_steps: int | None = switch(
+        None, "pipeline.synchronous_steps", elsewhere="test_stream_pairs"
+    )
+    swap: bool = switch(False, elsewhere="test_schedules")
     """Run gpipe instead, on the schedule's placement, replicas, slices and parts."""
-    in_process: bool = False
-    scatter: str = "off"
-    sequence_parallel: bool = False
-    zero: int = 1
-    shard_size: int | None = None
-    prefetch: int = 1
-    reduce_dtype: str | None = None
-    reduce_chunk_mib: float | None = None
-    rule: str = "adamw"
-    look_ahead: int | str = 0
-    state_dtype: str = "fp32"
-    master: str = "fp32"
-    rounding: str = "stochastic"
-    offload: str = "none"
-    post_validation: bool = False
-    activations: str = "keep"
-    loss_chunk: int | None = None
-    compile: bool = False
-    overlap: bool = True
-    moe: str | None = None
+    in_process: bool = switch(False, "pipeline.channels", direct=False, layout=True, values=BINARY)
+    scatter: str = switch("off", "pipeline.scatter_gather", layout=True, values=("off", "on"))
+    sequence_parallel: bool = switch(
+        False, "parallel.sequence_parallel", layout=True, values=BINARY
+    )
+    zero: int = switch(1, "optimizer.zero", layout=True, values=(1, 0, 2, 3))
+    shard_size: int | None = switch(None, "optimizer.shard_size", layout=True, values=(None, 1, 2))
+    prefetch: int = switch(1, "optimizer.prefetch", layout=True, values=(1, 0))
+    reduce_dtype: str | None = switch(
+        None, "optimizer.reduce_dtype", layout=True, values=(None, "fp32", "bf16")
+    )
+    reduce_chunk_mib: float | None = switch(
+        None, "optimizer.reduce_chunk_mib", layout=True, values=(None, 1e-6)
+    )
+    rule: str = switch("adamw", "optimizer.rule", values=RULES)
+    look_ahead: int | str = switch(0, "optimizer.look_ahead", values=(0, 2))
+    state_dtype: str = switch("fp32", "optimizer.state_dtype", dimension="state")
+    master: str = switch("fp32", "optimizer.master", dimension="state")
+    rounding: str = switch("stochastic", "optimizer.rounding", dimension="state")
+    offload: str = switch("none", "optimizer.offload", layout=True, values=("none", "host", "disk"))
+    post_validation: bool = switch(False, "optimizer.post_validation", layout=True, values=BINARY)
+    activations: str = switch(
+        "keep",
+        "activations",
+        direct=False,
+        layout=True,
+        values=(
+            *("keep", "stage", "full, two together", "of each some", "experts again"),
+            "full, attention kept",
+        ),
+    )
+    loss_chunk: int | None = switch(None, "kernels.loss_chunk", values=(None, 0, 5))
+    compile: bool = switch(False, "kernels.compile", layout=True, values=BINARY)
+    overlap: bool = switch(True, "kernels.overlap", elsewhere="changes no bit: test_overlap")
+    moe: str | None = switch(
+        None,
+        "model.moe",
+        direct=False,
+        values=(
+            *(None, "top 2", "top 1, capacity 1", "capacity, choice", "capacity, position"),
+            *("capacity, score", "groups", "shared, gated", "step", "random", "sixteen"),
+            *("pyramid", "pyramid, biased"),  # the former has a residual
+            *("residual", "gshard", "sliced", "step, first", "every second"),
+        ),
+    )
     """Of MOE: layers with experts."""
-    ep: int = 1
-    etp: int = 1
-    grouped: bool = False
+    ep: int = switch(1, "parallel.ep", dimension="experts", layout=True)
+    etp: int = switch(1, "parallel.etp", dimension="experts", layout=True)
+    grouped: bool = switch(False, "kernels.experts", direct=False, values=BINARY)
     """One kernel for the products of all experts."""
-    dispatch: str = "all_to_all"
-    node: int | None = None
+    dispatch: str = switch("all_to_all", "experts.dispatch", dimension="dispatch", layout=True)
+    node: int | None = switch(None, "experts.node", dimension="dispatch", layout=True)
     """Ranks of a node, where dispatch is hierarchical, or a topology has nodes."""
-    expert_chunks: int = 1
-    pad: bool = False
+    expert_chunks: int = switch(1, "experts.chunks", layout=True, values=(1, 3))
+    pad: bool = switch(False, "experts.pad", layout=True, values=BINARY)
     """Experts have room for all rows that there can be."""
-    codec: str = "none"
+    codec: str = switch(
+        "none", "experts.codec", direct=False, layout=True, values=("none", "bf16", "int8")
+    )
     """Of rows on their way to experts."""
-    topology: tuple[float, ...] | None = None
+    topology: tuple[float, ...] | None = switch(
+        None,
+        "experts.topology",
+        layout=True,
+        elsewhere="goes by the rank of a sequence: test_topology",
+    )
     """Bandwidths by which the balance term goes."""
-    placement: str = "static"
+    placement: str = switch(
+        "static",
+        "experts.policy",
+        direct=False,
+        layout=True,
+        values=("static", "changing", "migrating"),
+    )
     """Which ranks have which experts: of PLACEMENTS."""
-    lora: str | None = None
+    lora: str | None = switch(None, "lora", direct=False, values=(None, *ADAPTED))
     """Adapters are trained, beside the layers of that name in ADAPTED."""
-    model: str = "gpt2"
-    tied: bool = True
-    uneven: bool = False
-    vocab: int = 300
-    kv_heads: int | None = None
-    masked: float = 0.0
-    documents: bool = False
+    model: str = switch(
+        "gpt2",
+        "model",
+        direct=False,
+        values=("gpt2", "llama", "mixed", "qwen", "neox", "bloom", "capped", "gemma"),
+    )
+    tied: bool = switch(True, "model.tied_embeddings", values=(True, False))
+    uneven: bool = switch(False, "pipeline.layout", direct=False, layout=True, values=BINARY)
+    vocab: int = switch(300, "model.vocab_size", values=(300, 512))
+    kv_heads: int | None = switch(None, "model.kv_heads", values=(None, 2))
+    masked: float = switch(0.0, values=(0.0, 0.4))
+    documents: bool = switch(False, "data.document_mask", values=BINARY)
     """Attention ends at documents, of about four tokens."""
-    dtype: str = "fp64"
-    loss_scale: float | None = None
+    dtype: str = switch("fp64", "model.dtype", values=("fp64", "fp32", "bf16", "fp16"))
+    loss_scale: float | None = switch(
+        None,
+        "optimizer.loss_scale",
+        elsewhere="one at which fp16 does not overflow; dynamic ones: test_fp16",
+    )
     """fp16: one that stays as it is."""
-    dropout: float = 0.0
-    clip: float | None = 0.05
-    clip_scope: str = "global"
-    debug: bool = False
-    layers: int = 4
-    heads: int = 4
+    dropout: float = switch(0.0, "model.dropout", values=(0.0, 0.2))
+    clip: float | None = switch(0.05, "optimizer.clip", values=(0.05, None))
+    clip_scope: str = switch("global", "optimizer.clip_scope", elsewhere="test_stream_pairs")
+    debug: bool = switch(False, "pipeline.debug", layout=True, values=BINARY)
+    layers: int = switch(4, "model.layers", elsewhere="follows from the number of stages")
+    heads: int = switch(4, "model.heads", elsewhere="a size; on three tp ranks: test_odd_sizes")
     """Each of four values."""
-    batch: int = 2
-    sequence: int = 8
-    steps: int = STEPS
+    batch: int = switch(2, "train.microbatch", elsewhere="follows from m")
+    sequence: int = switch(8, "train.sequence_length", elsewhere=SIZE)
+    steps: int = switch(STEPS, "train.steps", elsewhere="many: test_parity")
 
     @property
     def replicated(self) -> bool:
         """Whether some gradient is the sum of what several processes have."""
         tied = self.tied and self.pp > 1
-        return self.dp * self.cp > 1 or (
-            (tied or self.replicas is not None) and not self.in_process
-        )
+        return self.copies > 1 or ((tied or self.replicas is not None) and not self.in_process)
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same weights: replicas of the model, and parts of a sequence."""
+        return self.dp * self.cp
 
     @property
     def world(self) -> int:
@@ -158,109 +280,21 @@ class Case:
         )
 
 
+SWITCHES: dict[str, Switch] = {each.name: each.metadata["switch"] for each in fields(Case)}
+"""What is known of each field of a case, by its name."""
+
+
 def configure(case: Case) -> tuple[Config, Layout]:
     """The resolved configuration of a case."""
-    layout: str | None = None
-    if case.uneven and (stages := _stages(case)) > 1:
-        # everything that is left on the second stage, one layer on the others
-        counts = [1] * stages
-        counts[1] += case.layers - stages
-        layout = " | ".join(f"L*{n}" for n in counts)
-        layout = f"E {layout} H"
-    config = Config.model_validate(
-        {
-            "run": {"seed": 7},
-            "model": {
-                "layers": case.layers,
-                "hidden": 4 * case.heads,
-                "heads": case.heads,
-                "kv_heads": case.kv_heads,
-                "vocab_size": case.vocab,
-                "tied_embeddings": case.tied,
-                "dropout": case.dropout,
-                "dtype": case.dtype,
-                **MODELS[case.model],
-                "moe": _moe(case),
-            },
-            "lora": _lora(case),
-            "parallel": {
-                "dp": case.dp,
-                "cp": case.cp,
-                "tp": case.tp,
-                "pp": case.pp,
-                "ep": case.ep,
-                "etp": case.etp,
-                "sequence_parallel": case.sequence_parallel,
-            },
-            "context": context_of(case),
-            "experts": {
-                "dispatch": case.dispatch,
-                "node": case.node,
-                "chunks": case.expert_chunks,
-                "pad": case.pad,
-                "codec": case.codec if case.dtype != "fp64" else "none",
-                "topology": case.topology and list(case.topology),
-                **_placement(case),
-            },
-            "pipeline": {
-                "schedule": case.schedule,
-                "chunks": case.chunks,
-                "group": case.group,
-                "slices": case.slices,
-                "slice_overhead": case.slice_overhead,
-                "slice_attention": case.slice_attention,
-                "pairs": case.pairs,
-                "replicas": case.replicas and list(case.replicas),
-                "advance": case.advance,
-                "weights": case.weights,
-                "horizon": case.horizon,
-                "correction": case.correction,
-                "lr_anneal_steps": case.lr_anneal_steps,
-                "synchronous_steps": case.synchronous_steps,
-                "layout": layout,
-                "channels": "in_process" if case.in_process else "process_group",
-                "debug": case.debug,
-                "scatter_gather": case.scatter,
-            },
-            "activations": ACTIVATIONS[case.activations],
-            "kernels": {
-                "loss_chunk": case.loss_chunk,
-                "compile": case.compile,
-                "overlap": case.overlap,
-                "experts": "grouped" if case.grouped else "auto",
-            },
-            "data": {"document_mask": case.documents},
-            "optimizer": {
-                "rule": case.rule,
-                "look_ahead": case.look_ahead,
-                "trust_coefficient": 0.1,
-                "lr": LR,
-                "min_lr": LR / 10,
-                "warmup_steps": 1,
-                "clip": case.clip,
-                "clip_scope": case.clip_scope,
-                "zero": case.zero,
-                "shard_size": case.shard_size,
-                "prefetch": case.prefetch,
-                "reduce_dtype": case.reduce_dtype,
-                "reduce_chunk_mib": case.reduce_chunk_mib,
-                "state_dtype": case.state_dtype,
-                "master": case.master,
-                "rounding": case.rounding,
-                "loss_scale": case.loss_scale,
-                "offload": case.offload,
-                "offload_folder": tempfile.gettempdir(),
-                "post_validation": case.post_validation,
-            },
-            "log": {"peak_tflops": SLOW} if case.placement in ("shadows", "migrating") else {},
-            "train": {
-                "steps": case.steps,
-                "sequence_length": case.sequence,
-                "global_batch": case.batch * case.m * case.dp,
-                "microbatch": case.batch,
-            },
-        }
-    )
+    tree: dict[str, Any] = {"run": {"seed": 7}}
+    for name, about in SWITCHES.items():
+        if about.direct:
+            section, _, key = about.key.rpartition(".")
+            value = getattr(case, name)
+            tree.setdefault(section, {})[key] = list(value) if isinstance(value, tuple) else value
+    for section, keys in _sections(case).items():
+        tree.setdefault(section, {}).update(keys)
+    config = Config.model_validate(tree)
     config, resolved = resolve(config, case.world, case.vocab)
     if case.codec != config.experts.codec:
         config, resolved = _coded(config, resolved, case.codec)
@@ -269,6 +303,43 @@ def configure(case: Case) -> tuple[Config, Layout]:
         assert sum(case.lengths) == case.sequence
         resolved = replace(resolved, slice_lengths=case.lengths)
     return config, resolved
+
+
+def _sections(case: Case) -> dict[str, dict[str, Any]]:
+    """What follows from fields of a case that are no values of a key."""
+    codec = case.codec if case.dtype != "fp64" else "none"
+    grouped = {"experts": "grouped"} if case.grouped else {}
+    slow = {"peak_tflops": SLOW} if case.placement in ("shadows", "migrating") else {}
+    return {
+        "model": {"hidden": 4 * case.heads, **MODELS[case.model], "moe": _moe(case)},
+        "lora": _lora(case),
+        "context": context_of(case),
+        "experts": {"codec": codec, **_placement(case)},
+        "pipeline": {
+            "layout": _uneven_layout(case),
+            "channels": "in_process" if case.in_process else "process_group",
+        },
+        "activations": ACTIVATIONS[case.activations],
+        "kernels": grouped,
+        "optimizer": {
+            "trust_coefficient": 0.1,
+            "lr": LR,
+            "min_lr": LR / 10,
+            "warmup_steps": 1,
+            "offload_folder": tempfile.gettempdir(),
+        },
+        "log": slow,
+        "train": {"global_batch": case.batch * case.m * case.dp},
+    }
+
+
+def _uneven_layout(case: Case) -> str | None:
+    """All layers that are left on the second stage, and one on each of the others."""
+    if not case.uneven or (stages := _stages(case)) == 1:
+        return None
+    counts = [1] * stages
+    counts[1] += case.layers - stages
+    return f"E {' | '.join(f'L*{n}' for n in counts)} H"
 
 
 def _coded(config: Config, layout: Layout, codec: str) -> tuple[Config, Layout]:
@@ -303,7 +374,7 @@ def _moe(case: Case) -> dict[str, Any]:
 
 def _placement(case: Case) -> dict[str, Any]:
     section = PLACEMENTS[case.placement]
-    if section.get("policy") != "migrate":
+    if section.get("policy") != "migrate" or case.ep == 1:  # of one rank there are no other owners
         return section
     moe = MoEConfig.model_validate(_moe(case))
     experts = {n: moe.experts_of(n) for n in filter(moe.has_experts, range(case.layers))}
@@ -377,47 +448,10 @@ def validation_rows(case: Case) -> Any:
     return rows
 
 
+PLAIN = Case()
+
+
 def plain(case: Case) -> Case:
     """The case as the reference sees it: the same model and data, no layout."""
-    return replace(
-        case,
-        dp=1,
-        cp=1,
-        context="ring",
-        tp=1,
-        pp=1,
-        ep=1,
-        etp=1,
-        dispatch="all_to_all",
-        node=None,
-        expert_chunks=1,
-        pad=False,
-        codec="none",
-        topology=None,
-        placement="static",
-        chunks=None,
-        m=case.m * case.dp,
-        schedule="1f1b",
-        group=None,
-        slices=None,
-        lengths=None,
-        slice_overhead=None,
-        slice_attention=1.0,
-        pairs=None,
-        replicas=None,
-        advance=None,
-        in_process=False,
-        scatter="off",
-        sequence_parallel=False,
-        zero=1,
-        shard_size=None,
-        prefetch=1,
-        offload="none",
-        reduce_dtype=None,
-        reduce_chunk_mib=None,
-        post_validation=False,
-        uneven=False,
-        debug=False,
-        activations="keep",
-        compile=False,
-    )
+    without = {name: getattr(PLAIN, name) for name, about in SWITCHES.items() if about.layout}
+    return replace(case, **without, m=case.m * case.dp)

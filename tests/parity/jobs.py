@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+OUR_FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/megapipe/|/train\.py", line')
+"""A line of a traceback that is in the program, and not in what is installed below its folder."""
 LIMIT_S = 60.0
 """A job that takes longer hangs."""
 MARK = "MEGAPIPE_TEST_JOB"
@@ -98,7 +100,7 @@ class Outcome:
         for needle in needles:
             assert needle in self.errors[0], self.errors[0]
         assert set(self.codes) == {code}, (self.codes, self.text)
-        ours = [x for x in self.text.splitlines() if re.search(r'File ".*(train\.py|megapipe/)', x)]
+        ours = [x for x in self.text.splitlines() if OUR_FRAME.search(x)]
         assert not ours, self.text
         assert self.seconds < LIMIT_S
 

@@ -7,9 +7,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.parity import draw
+
 Value = TypeVar("Value")
 Part = int | Collection[Any]
-"""Every n-th value, from the first one on, or these values."""
+"""One value of so many, which the commit draws (:mod:`tests.parity.draw`), or these values."""
 
 
 def in_parts(
@@ -20,29 +22,37 @@ def in_parts(
     full: Part = (),
     ids: Callable[[Any], object] | Sequence[str] | None = None,
 ) -> pytest.MarkDecorator:
-    """Parametrize a test: some values are run by default, others in CI, and the rest are slow."""
+    """Parametrize a test: some values are run by default, others in CI, and the rest are slow.
 
-    def param(number: int, value: Any) -> Any:
-        def within(part: Part) -> bool:
-            return number % part == 0 if isinstance(part, int) else value in part
+    A part that is a number is drawn: it begins anywhere and has every n-th value, another one for
+    each commit, so that all have their turn.
+    """
+    listed = list(values)
 
-        marks = [] if within(default) else [pytest.mark.full if within(full) else pytest.mark.slow]
-        return pytest.param(*([value] if isinstance(names, str) else value), marks=marks)
+    def within(part: Part, position: int) -> bool:
+        if isinstance(part, int):
+            return position % part == draw.number(min(part, len(listed)), names, len(listed))
+        return listed[position] in part
 
-    return pytest.mark.parametrize(
-        names, [param(number, value) for number, value in enumerate(values)], ids=ids
-    )
+    def param(position: int) -> Any:
+        marks = [pytest.mark.full if within(full, position) else pytest.mark.slow]
+        value = listed[position]
+        return pytest.param(
+            *([value] if isinstance(names, str) else value),
+            marks=[] if within(default, position) else marks,
+        )
+
+    return pytest.mark.parametrize(names, [param(i) for i in range(len(listed))], ids=ids)
 
 
-def some_or_all(every: int, first: int = 0) -> pytest.MarkDecorator:
-    """Parametrize a test by a slice of its list of cases: a part of them is run in CI, and all of
-    them are slow."""
-    return pytest.mark.parametrize(
+def one_of(parts: int) -> pytest.MarkDecorator:
+    """Parametrize a test by a slice of its list of cases: one of so many, which the commit draws,
+    is run in CI, and the others are slow."""
+    return in_parts(
         "some",
-        [
-            pytest.param(slice(first, None, every), marks=pytest.mark.full, id="some"),
-            pytest.param(slice(None), marks=pytest.mark.slow, id="all"),
-        ],
+        [slice(first, None, parts) for first in range(parts)],
+        full=parts,
+        ids=[f"{first} of {parts}" for first in range(parts)],
     )
 
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Choice = dict[str, Any]
 """A value for each dimension."""
-DRAWS = 300
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+"""Two dimensions with a value for each."""
+DRAWS = 50
 """Choices of which the best is taken."""
+HOPELESS = 6
+"""Draws after which a pair without a legal one is looked at value by value."""
+REPAIRS = 12
+"""How often a drawn choice is mended before it is given up."""
+CHANGED = 3
+"""Values of a completion that may differ from the plain ones."""
 
 
-def as_drawn(rng: random.Random, choice: Choice, given: Mapping[str, Any]) -> Choice:
-    """A choice as it was drawn."""
-    return choice
-
-
-def pairs_of(choice: Choice) -> set[Any]:
+def pairs_of(choice: Choice) -> set[Pair]:
     """Every two dimensions with their values."""
     return set(itertools.combinations(choice.items(), 2))
 
@@ -30,16 +33,16 @@ class Pairs:
     """Dimensions with their values, the plain one of each first."""
 
     dimensions: Mapping[str, Sequence[Any]]
-    excluded: Callable[[Choice], bool]
-    """Whether values exclude each other."""
+    blame: Callable[[Choice], frozenset[str]]
+    """The dimensions of which some have to change; none if the choice is legal."""
     plain_share: Mapping[str, float]
     """How often a drawn value is the plain one, where values are no equals."""
-    joint: Mapping[str, tuple[str, ...]]
+    joint: Mapping[str, Sequence[str]]
     """Dimensions that give several fields of a case their values."""
-    fit: Callable[[random.Random, Choice, Mapping[str, Any]], Choice] = as_drawn
-    """Makes what was drawn beside given values fit them better."""
-    impossible: set[Any] = field(default_factory=set)
-    """Values that have no completion, as far as some was looked for."""
+
+    @property
+    def plain(self) -> Choice:
+        return {name: values[0] for name, values in self.dimensions.items()}
 
     def fields(self, choice: Choice) -> dict[str, Any]:
         """The values of a case's fields."""
@@ -48,96 +51,121 @@ class Pairs:
             values |= zip(fields, choice[name], strict=True)
         return values
 
-    def draw(self, rng: random.Random, given: Mapping[str, Any]) -> Choice:
-        """A value for each dimension, some of them `given`."""
-        choice, random = {}, rng.random  # rng.choice takes three times as long
-        for name, values in self.dimensions.items():
-            plain = random() < self.plain_share.get(name, 0)
-            choice[name] = values[0 if plain else int(random() * len(values))]
-        return self.fit(rng, choice | given, given)
-
-    def completion(self, values: Mapping[str, Any]) -> Choice | None:
-        """A choice with these values, else plain but for two dimensions at most, if any."""
-        if (known := frozenset(values.items())) in self.impossible:
-            return None
-        plain = {name: first for name, (first, *_) in self.dimensions.items()} | values
-        free = [name for name in self.dimensions if name not in values]
-        for a, b in itertools.combinations(free, 2):
-            for x, y in itertools.product(self.dimensions[a], self.dimensions[b]):
-                choice = plain | {a: x, b: y}
-                if not self.excluded(choice):
-                    return choice
-        self.impossible.add(known)
+    def draw(self, rng: random.Random, given: Mapping[str, Any]) -> Choice | None:
+        """A legal choice with `given` values: a random one, in which what is to blame for its not
+        being legal is drawn again. None if that does not help."""
+        choice = {name: self._value(rng, name) for name in self.dimensions} | given
+        for _ in range(REPAIRS):
+            blamed = self.blame(choice)
+            if not blamed:
+                return choice
+            if not (free := sorted(self.dimensions.keys() & blamed - given.keys())):
+                return None
+            for name in rng.sample(free, rng.randint(1, len(free))):
+                plain = rng.random() < 0.5
+                choice[name] = self.dimensions[name][0] if plain else self._value(rng, name)
         return None
 
-    def all(self) -> list[Any]:
-        """Every pair of values of two dimensions, possible or not."""
-        return [
-            ((a, x), (b, y))
-            for a, b in itertools.combinations(self.dimensions, 2)
-            for x, y in itertools.product(self.dimensions[a], self.dimensions[b])
-        ]
+    def _value(self, rng: random.Random, name: str) -> Any:
+        values = self.dimensions[name]
+        if rng.random() < self.plain_share.get(name, 0):
+            return values[0]
+        return values[int(rng.random() * len(values))]  # rng.choice takes three times as long
 
-    def covering(self, rng: random.Random) -> list[Choice]:
-        """Choices that between them hold every possible pair of values of two dimensions.
+    def completion(self, values: Mapping[str, Any]) -> Choice | None:
+        """A legal choice with these values, plain but for few others, if there is any: what is to
+        blame is changed, one value after the other."""
+        tried: set[frozenset[Any]] = set()
+        begin = dict(values)
+        level = [begin]
+        for changed in range(CHANGED + 1):
+            following = []
+            for given in level:
+                choice = self.plain | given
+                blamed = self.blame(choice)
+                if not blamed:
+                    return choice
+                free = self.dimensions.keys() & blamed - given.keys()
+                for name in sorted(free) if changed < CHANGED else ():
+                    for value in self.dimensions[name][1:]:
+                        more = {**given, name: value}
+                        if (known := frozenset(more.items())) not in tried:
+                            tried.add(known)
+                            following.append(more)
+            level = following
+        return None
+
+    def all(self) -> Iterator[Pair]:
+        """Every pair of values of two dimensions, possible or not."""
+        for a, b in itertools.combinations(self.dimensions, 2):
+            for x, y in itertools.product(self.dimensions[a], self.dimensions[b]):
+                yield (a, x), (b, y)
+
+    def covering(
+        self,
+        rng: random.Random,
+        begin: Sequence[Choice] = (),
+        told: Callable[[int, int], None] = lambda choices, missing: None,
+    ) -> tuple[list[Choice], list[Pair]]:
+        """Choices that between them hold every possible pair, and the pairs that are impossible.
 
         Greedy: of some random choices that contain a missing pair, take the one with most of them.
+        `begin` has choices to start with. `told` hears of choices made and pairs missing.
         """
-        missing = dict.fromkeys(self.all())  # in order, so that the result is always the same
-        choices: list[Choice] = []
+        choices = [choice for choice in begin if not self.blame(choice)]
+        held: set[Pair] = set().union(*map(pairs_of, choices))
+        # in order, so that the result is always the same
+        missing = dict.fromkeys(pair for pair in self.all() if pair not in held)
+        impossible: list[Pair] = []
         while missing:
             pair = next(iter(missing))
-            drawn = (self.draw(rng, dict(pair)) for _ in range(DRAWS))
-            legal = [choice for choice in drawn if not self.excluded(choice)]
+            legal: list[Choice] = []
+            for number in range(DRAWS):
+                if (choice := self.draw(rng, dict(pair))) is not None:
+                    legal.append(choice)
+                elif not legal and number >= HOPELESS:
+                    break
             if not legal and (last := self.completion(dict(pair))) is not None:
                 legal = [last]
             if not legal:
+                impossible.append(pair)
                 del missing[pair]
                 continue
             best = max(legal, key=lambda choice: len(pairs_of(choice) & missing.keys()))
-            for held in pairs_of(best):
-                missing.pop(held, None)
+            for each in pairs_of(best):
+                missing.pop(each, None)
             choices.append(best)
-        return self.plainer(choices)
-
-    def varied(self, rng: random.Random, given: Mapping[str, Any]) -> Choice | None:
-        """A random choice with these values, if there is any: from a plain one on, each dimension
-        takes a random value where the others allow it."""
-        choice = self.completion(given)
-        names = [name for name in self.dimensions if name not in given]
-        for name in (*rng.sample(names, len(names)), *rng.sample(names, len(names))):
-            if choice is not None and rng.random() >= self.plain_share.get(name, 0):
-                other = choice | {name: rng.choice(self.dimensions[name])}
-                choice = choice if self.excluded(other) else other
-        return choice
+            told(len(choices), len(missing))
+        return self.plainer(choices), impossible
 
     def plainer(self, choices: list[Choice]) -> list[Choice]:
         """The same pairs, with the plain value of each dimension that is to be plain more often
-        wherever no pair is lost."""
+        wherever no pair is lost; without choices that hold no pair alone."""
         held = Counter(pair for choice in choices for pair in pairs_of(choice))
         for choice, name in itertools.product(choices, self.plain_share):
             if choice[name] == (plain := self.dimensions[name][0]):
                 continue
             other = choice | {name: plain}
             lost, new = pairs_of(choice) - pairs_of(other), pairs_of(other) - pairs_of(choice)
-            if not self.excluded(other) and all(held[pair] > 1 for pair in lost):
+            if all(held[pair] > 1 for pair in lost) and not self.blame(other):
                 held.subtract(lost)
                 held.update(new)
                 choice.update(other)
-        return choices
+        needed = []
+        for choice in choices:
+            if any(held[pair] == 1 for pair in pairs_of(choice)):
+                needed.append(choice)
+            else:
+                held.subtract(pairs_of(choice))
+        return needed
 
-    def check_held(self, choices: Sequence[Choice]) -> None:
-        """Every possible pair is held, and every value."""
-        held = set().union(*map(pairs_of, choices))
-        for pair in self.all():
-            assert pair in held or self.completion(dict(pair)) is None, pair
+    def check_held(self, choices: Sequence[Choice], impossible: Sequence[Pair]) -> None:
+        """Every pair is held or among those that are impossible, and every value is held."""
+        held: set[Pair] = set().union(*map(pairs_of, choices))
+        both = held & set(impossible)
+        assert not both, f"{min(both, key=str)} is held and said to be impossible"
+        lacking = [pair for pair in self.all() if pair not in held and pair not in impossible]
+        assert not lacking, f"{len(lacking)} pairs are in no case, the first is {lacking[0]}"
         values = set(itertools.chain.from_iterable(held))
         for name, of in self.dimensions.items():
             assert [v for v in of if (name, v) not in values] == [], name
-
-    def check_fields(self, fields: set[str], elsewhere: Mapping[str, str]) -> None:
-        """Every field of a case is a dimension, or varies elsewhere."""
-        inside = set(self.dimensions) - set(self.joint)
-        inside |= set(itertools.chain.from_iterable(self.joint.values()))
-        assert inside | set(elsewhere) == fields
-        assert not inside & set(elsewhere)

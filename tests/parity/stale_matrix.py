@@ -1,17 +1,25 @@
-"""The dimensions of training without a flush, and cases that hold every pair of their values."""
+"""The dimensions of training without a flush: values for the fields of a case, and what goes
+together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.parity import matrix, stale
 from tests.parity.cases import Case
+from tests.parity.matrix import Rule, to_blame
 from tests.parity.named_settings import OF_ALL_MODELS
 from tests.parity.pairs import Pairs
 
-KEPT = matrix.KEPT
-DIMENSIONS: dict[str, list[Any]] = {
+SHARED = (
+    *("sequence_parallel", "in_process", "rule", "compile", "uneven", "dropout", "documents"),
+    *("masked", "loss_chunk", "debug", "scatter", "reduce_dtype", "reduce_chunk_mib"),
+    *("offload", "vocab", "kv_heads"),
+)
+"""Dimensions with the values that they have in the parity matrix."""
+DIMENSIONS: dict[str, Sequence[Any]] = {
     "weights": [
         *(("stash", "update"), ("vertical", "update"), ("double_buffer", "update")),
         *(("double_group", "update"), ("latest", "update")),
@@ -28,35 +36,20 @@ DIMENSIONS: dict[str, list[Any]] = {
     ],
     "dp": [1, 2],
     "tp": [1, 2],
-    "sequence_parallel": [False, True],
-    "in_process": [False, True],
     "zero": [1, 0],
-    "rule": matrix.DIMENSIONS["rule"],
     "clip": [(0.05, "stage"), (0.05, "global"), (None, "global")],
     "look_ahead": [0, 1, 2],
     "lr_anneal_steps": [None, 8],
     "synchronous_steps": [None, 2],
     "tied": [False, True],
-    "compile": [False, True],
-    "uneven": [False, True],
-    "dropout": [0.0, 0.2],
-    "documents": [False, True],
-    "masked": [0.0, 0.4],
     "activations": [n for n in matrix.DIMENSIONS["activations"] if n in OF_ALL_MODELS],
-    "loss_chunk": [None, 0, 5],
-    "debug": [False, True],
-    "scatter": ["off", "on"],
     "shard_size": [None, 1],
-    "reduce_dtype": [None, "fp32", "bf16"],
-    "reduce_chunk_mib": [None, 1e-6],
     "state": [("fp32", "stochastic"), ("bf16", "stochastic"), ("bf16", "nearest")],
-    "offload": ["none", "host", "disk"],
     "model": ["gpt2", "llama", "qwen", "neox", "bloom", "gemma"],
-    "vocab": [300, 512],
-    "kv_heads": [None, 2],
     "dtype": ["fp64", "fp32", "bf16"],
+    **{name: matrix.DIMENSIONS[name] for name in SHARED},
 }
-"""Every switch and its values, the plain one first. What streams are given more of joins here."""
+"""Every switch and its values, the plain one first."""
 JOINT = {
     "weights": ("weights", "horizon"),
     "size": ("pp", "m"),
@@ -78,115 +71,51 @@ PLAIN_SHARE = {
     "synchronous_steps": 0.7,
     "compile": 0.9,
 }
-ELSEWHERE = {
-    **dict.fromkeys(("cp", "context"), "refused"),
-    **dict.fromkeys(("chunks", "group", "slices", "lengths", "pairs"), "refused"),
-    **dict.fromkeys(("slice_overhead", "slice_attention", "swap"), "refused"),
-    **dict.fromkeys(("master", "post_validation", "lora", "loss_scale"), "refused"),
-    **dict.fromkeys(("moe", "ep", "etp"), "refused"),
-    **dict.fromkeys(
-        ("dispatch", "node", "expert_chunks", "pad", "codec", "topology", "placement", "grouped"),
-        "of moe, which is refused",
-    ),
-    "correction": "test_streams",
-    "prefetch": "of ZeRO-3, which is refused",
-    "overlap": "changes no bit: test_overlap",
-    "steps": "follows from the type and the size",
-    "layers": "follows from the number of stages",
-    "heads": "a size",
-    "batch": "a size",
-    "sequence": "a size",
-}
-"""Fields of a case that are no dimension, and why."""
-LARGEST = 8
-"""Ranks of a world."""
-LARGEST_COMPILED = 2
-"""Of one whose blocks are traced."""
-KEEPS = ("stash", "vertical", "double_buffer", "double_group")
-"""Policies whose backward reads what its forward has read."""
+RULES: list[Rule] = [
+    (("size", "dp", "tp", "in_process"), lambda c: c.world > 8),
+    (("compile", "size", "dp", "tp"), lambda c: c.compile and c.world > 2),
+    (("sequence_parallel", "tp"), lambda c: c.sequence_parallel and c.tp == 1),
+    (("zero", "dp"), lambda c: not c.zero and c.dp == 1),
+    (("shard_size", "dp"), lambda c: c.shard_size is not None and c.dp == 1),
+    (("reduce_dtype", "dp"), lambda c: c.reduce_dtype is not None and c.dp == 1),
+    (("reduce_chunk_mib", "dp"), lambda c: c.reduce_chunk_mib is not None and c.dp == 1),
+    (("uneven", "size", "order"), lambda c: c.uneven and _stages(c) == 1),
+]
+"""What a test takes too long for, and values that do nothing beside others."""
 
 
-def excluded(c: Mapping[str, Any]) -> bool:
-    """Whether values exclude each other, or one does nothing beside another."""
-    (policy, _), (pp, m), (order, advance, turns) = c["weights"], c["size"], c["order"]
-    stages, world = _stages(c), c["dp"] * c["tp"] * (1 if c["in_process"] else pp)
-    clip, scope = c["clip"]
-    alone = c["dp"] == 1
-    return (
-        world > LARGEST
-        or (policy == "double_group") != (order == "two_group")
-        or (order == "two_group" and m < pp - 1)
-        or (turns is not None and not _can_take_turns(c))
-        or (policy == "double_buffer" and _ahead(c) > m)
-        or (clip is not None and scope == "global" and policy != "double_buffer")
-        or (c["tied"] and policy != "double_buffer")
-        or (c["sequence_parallel"] and c["tp"] == 1)
-        or (alone and (not c["zero"] or c["shard_size"] is not None))
-        or (alone and (c["reduce_dtype"] is not None or c["reduce_chunk_mib"] is not None))
-        or (c["shard_size"] is not None and not c["zero"])
-        or (c["uneven"] and stages == 1)
-        or (c["scatter"] == "on" and not _are_messages_alike(c))
-        or (c["state"][0] == "bf16" and c["dtype"] == "fp64")
-        or (c["model"] in ("bloom", "gemma") and bool(c["dropout"]))
-        or (c["activations"] == KEPT and (bool(c["dropout"]) or c["model"] == "gemma"))
-        or ((policy == "predict" or c["look_ahead"]) and not _has_direction(c))
-        or (c["look_ahead"] and (policy not in KEEPS or c["lr_anneal_steps"] is not None))
-        or (c["compile"] and (world > LARGEST_COMPILED or not _can_be_compiled(c)))
-        or (policy not in KEEPS and (c["activations"] != "keep" or c["compile"]))
-        or (policy not in KEEPS and bool(advance) and c["loss_chunk"] != 0)
-    )
-
-
-def _ahead(c: Mapping[str, Any]) -> int:
+def _ahead(case: Case) -> int:
     """Micro-batches that the first rank is ahead."""
-    (pp, m), (order, advance, turns) = c["size"], c["order"]
-    if turns is not None:
-        first = stale.Pipeline("stash", pp, m, replicas=turns)
-        return first.ahead(0) * turns[0]
+    if case.replicas is not None:
+        first = stale.Pipeline("stash", case.pp, case.m, replicas=case.replicas)
+        return first.ahead(0) * case.replicas[0]
+    if case.schedule == "two_group":
+        return 2 * case.m
     lead = {"1f1b": 1, "eager_1f1b": 2}
-    return 2 * m if order == "two_group" else lead[order] * (pp - 1) + (advance or 0)
+    return lead[case.schedule] * (case.pp - 1) + (case.advance or 0)
 
 
-def _stages(c: Mapping[str, Any]) -> int:
-    (pp, _), (order, _, turns) = c["size"], c["order"]
-    return len(turns) if turns is not None else pp * (2 if order == "two_group" else 1)
+def _stages(case: Case) -> int:
+    if case.replicas is not None:
+        return len(case.replicas)
+    return case.pp * (2 if case.schedule == "two_group" else 1)
 
 
-def _can_take_turns(c: Mapping[str, Any]) -> bool:
-    """Whether stages of several ranks have the ranks, and a window is shared out evenly."""
-    (policy, _), (pp, m), (_, _, turns) = c["weights"], c["size"], c["order"]
-    even = all(m % of == 0 for of in turns)
-    return sum(turns) == pp and even and policy in ("stash", "double_buffer") and not c["tied"]
+def blame(choice: Mapping[str, Any]) -> frozenset[str]:
+    return to_blame(to_case(choice), RULES, JOINT)
 
 
-def _are_messages_alike(c: Mapping[str, Any]) -> bool:
-    """Whether tp ranks send the same."""
-    several = c["tp"] > 1 and c["size"][0] > 1
-    return several and not (c["sequence_parallel"] or c["in_process"])
-
-
-def _can_be_compiled(c: Mapping[str, Any]) -> bool:
-    return not c["dropout"] and c["activations"] in ("keep", "stage", KEPT)
-
-
-def _has_direction(c: Mapping[str, Any]) -> bool:
-    """Whether weights can be predicted."""
-    elementwise = c["rule"] not in ("muon", "lars", "lamb")
-    return elementwise and c["offload"] == "none" and c["state"][0] == "fp32"
-
-
-MATRIX = Pairs(DIMENSIONS, excluded, PLAIN_SHARE, JOINT)
+MATRIX = Pairs(DIMENSIONS, blame, PLAIN_SHARE, JOINT)
 
 
 def to_case(choice: Mapping[str, Any]) -> Case:
     """The case of one value per dimension: 12 windows of fp64, or, where these take long and in
     narrower types, as many as fill the pipeline and three more."""
-    values = MATRIX.fields(choice)
-    short = values["dtype"] != "fp64" or values["m"] * values["dp"] > 2 or values["compile"]
-    fill = -(-_ahead(choice) // values["m"])
-    return Case(
-        layers=max(2, _stages(choice) + values["uneven"]),
-        batch=1,
-        steps=(values["synchronous_steps"] or 0) + fill + 3 if short else 12,
-        **values,
-    )
+    case = Case(batch=1, **MATRIX.fields(dict(choice)))
+    return dataclasses.replace(case, layers=max(2, _stages(case) + case.uneven), steps=_steps(case))
+
+
+def _steps(case: Case) -> int:
+    if case.dtype == "fp64" and case.m * case.dp <= 2 and not case.compile:
+        return 12
+    return (case.synchronous_steps or 0) - (-_ahead(case) // case.m) + 3

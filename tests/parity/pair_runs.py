@@ -1,0 +1,201 @@
+"""Cases of a matrix, run and compared with its reference.
+
+``python -m tests.parity.pair_runs find parity`` brings the file of cases up to date with the
+dimensions of :mod:`tests.parity.matrix` (``stale``: :mod:`tests.parity.stale_matrix`): cases that
+are still legal stay, and what is missing is searched. ``measure`` runs every case that has no
+seconds yet (with ``--again`` all) and notes how long it takes, which is what a run's draw goes by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megapipe.testing import World, run_world
+from tests.parity import matrix, stale_matrix
+from tests.parity.case_file import PairCase, path_of, read, write
+from tests.parity.cases import Case
+from tests.parity.checking import check_case
+from tests.parity.pairs import Choice, Pair, Pairs
+from tests.parity.ranks import run_case
+from tests.parity.stale_ranks import run_stale
+from tests.parity.stale_windows import check_windows
+from tests.parity.traced_compiler import traced_blocks
+
+TOGETHER = 12
+"""Cases that a world has where they are measured: one that fails costs the others their turn."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Dimensions, and how a case of theirs is tested."""
+
+    pairs: Pairs
+    to_case: Callable[[Choice], Case]
+    run: Callable[..., Any]
+    """What a rank of a world does, of which it returns the outcome."""
+    check: Callable[..., None]
+    """Compares the outcomes of all ranks with the reference."""
+    test: str
+    """The file of the test."""
+
+
+MATRICES = {
+    "parity": Matrix(
+        matrix.MATRIX, matrix.to_case, run_case, check_case, "tests/dist/test_parity.py"
+    ),
+    "stale": Matrix(
+        *(stale_matrix.MATRIX, stale_matrix.to_case, run_stale, check_windows),
+        "tests/dist/test_stream_pairs.py",
+    ),
+}
+
+
+def choice_of(name: str, case: PairCase) -> Choice:
+    """A value for each dimension. KeyError: a dimension or a value is not there any more."""
+    pairs = MATRICES[name].pairs
+    return pairs.plain | _values(pairs, case.values)
+
+
+def case_of(name: str, case: PairCase) -> Case:
+    return MATRICES[name].to_case(choice_of(name, case))
+
+
+def _values(pairs: Pairs, given: Any) -> Choice:
+    """Values of dimensions as they were before they were written."""
+    of = {name: {json.dumps(value): value for value in pairs.dimensions[name]} for name in given}
+    return {name: of[name][json.dumps(value)] for name, value in given.items()}
+
+
+def impossible_pairs(name: str) -> list[Pair]:
+    """Pairs that the file says no case can have, those of values that there are."""
+    pairs, found = MATRICES[name].pairs, []
+    for each in read(name)[1]:
+        try:
+            values = _values(pairs, each)
+        except KeyError:
+            continue
+        first, second = (each for each in values.items())
+        found.append((first, second))
+    return found
+
+
+def run_timed(world: World, run: Callable[..., Any], cases: Sequence[Case]) -> list[Any]:
+    """The outcome and the seconds of each case; compiled blocks are traced, but not by inductor."""
+    outcomes = []
+    for case in cases:
+        began = time.monotonic()
+        with traced_blocks() if case.compile else nullcontext():
+            try:
+                outcomes.append((run(world, case), time.monotonic() - began))
+            except Exception as error:
+                error.add_note(f"case: {case.name}")
+                raise
+    return outcomes
+
+
+def check_cases(cases: Sequence[Case], name: str = "parity") -> list[float]:
+    """Run cases of one number of ranks and compare each with the reference; returns their seconds.
+
+    Raises AssertionError with what is wrong of each case.
+    """
+    of = MATRICES[name]
+    (ranks,) = {case.world for case in cases}
+    limit_s = 60 + 20 * len(cases)
+    results = run_world(ranks, run_timed, of.run, list(cases), timeout_s=limit_s)
+    seconds, wrong = [], []
+    for case, found in zip(cases, zip(*results, strict=True), strict=True):
+        began = time.monotonic()
+        try:
+            of.check(case, [outcome for outcome, _ in found])
+        except AssertionError as error:
+            wrong.append(f"{case.name}: {error}")
+        seconds.append(max(taken for _, taken in found) + time.monotonic() - began)
+    assert not wrong, "\n".join(wrong)
+    return seconds
+
+
+def check_pairs(name: str, cases: Sequence[PairCase]) -> list[float]:
+    """Do as :func:`check_cases` does; an error has the command that repeats it."""
+    try:
+        return check_cases([case_of(name, case) for case in cases], name)
+    except AssertionError as error:
+        ids = ",".join(case.id for case in cases)
+        test = f"python -m pytest {MATRICES[name].test} -m full -k drawn --case {ids}"
+        raise AssertionError(f"{error}\nto repeat it: {test}") from None
+
+
+def find(name: str) -> None:
+    """Bring the file of a matrix up to date with its dimensions."""
+    pairs, begin = MATRICES[name].pairs, []
+    old, _ = read(name)
+    for case in old:
+        try:
+            begin.append(choice_of(name, case))
+        except KeyError:
+            continue
+
+    def told(choices: int, missing: int) -> None:
+        print(f"\r{choices} cases, {missing} pairs are missing ", end="", file=sys.stderr)
+
+    choices, impossible = pairs.covering(random.Random(0), begin, told)
+    print(file=sys.stderr)
+    seconds = {case.id: case.seconds for case in old}
+    found = {}
+    for choice in choices:
+        values = {n: v for n, v in choice.items() if v != pairs.dimensions[n][0]}
+        case = PairCase(json.loads(json.dumps(values)))
+        found[case.id] = replace(case, seconds=seconds.get(case.id))
+    write(name, [*found.values()], [dict(pair) for pair in impossible])
+    print(f"{path_of(name)}: {len(found)} cases, {len(impossible)} impossible pairs")
+
+
+def measure(name: str, again: bool) -> bool:
+    """Run cases and note their seconds; whether all are as they should be. One that is not stays
+    without."""
+    cases, impossible = read(name)
+    wanted = [case for case in cases if again or case.seconds is None]
+    known = {case.id: case for case in cases}
+    sizes = {case.id: case_of(name, case).world for case in wanted}
+    good, done = True, 0
+    for size in sorted(set(sizes.values())):
+        of_size = [case for case in wanted if sizes[case.id] == size]
+        for first in range(0, len(of_size), TOGETHER):
+            some = of_size[first : first + TOGETHER]
+            try:
+                seconds = check_pairs(name, some)
+            except AssertionError as error:
+                good = False
+                print(f"\n{error}", flush=True)
+            else:
+                measured = zip(some, seconds, strict=True)
+                known |= {each.id: replace(each, seconds=round(s, 2)) for each, s in measured}
+                write(name, [*known.values()], impossible)
+            done += len(some)
+            print(f"\r{done} of {len(wanted)} cases ", end="", file=sys.stderr, flush=True)
+    total = sum(case.cost_s for case in known.values())
+    print(f"\n{path_of(name)}: {len(known)} cases take {total:.0f} s", file=sys.stderr)
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.pair_runs", description=__doc__)
+    parser.add_argument("action", choices=["find", "measure"])
+    parser.add_argument("matrix", choices=MATRICES)
+    parser.add_argument("--again", action="store_true", help="measure all, not only new ones")
+    given = parser.parse_args()
+    if given.action == "find":
+        find(given.matrix)
+        return 0
+    return int(not measure(given.matrix, given.again))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
