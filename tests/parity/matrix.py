@@ -88,6 +88,12 @@ LAYERS = {"top 1, capacity 1": 4, "every second": 4}
 OF_FOUR = ("double ring", "teams", "usp", "usp, context first")
 """Contexts whose rings of two ranks are those of others."""
 
+
+def _is_cut(case: Case) -> bool:
+    """Whether what passes the pipeline is less than a micro-batch."""
+    return case.slices is not None or case.schedule == "chimera_backward_halving"
+
+
 Rule = tuple[tuple[str, ...], Callable[[Case], bool]]
 """Dimensions, and whether their values do not go together."""
 WITHOUT_EFFECT: list[Rule] = [
@@ -101,9 +107,10 @@ WITHOUT_EFFECT: list[Rule] = [
     (("reduce_chunk_mib", "layout"), lambda c: c.reduce_chunk_mib is not None and c.copies == 1),
     (("post_validation", "layout"), lambda c: c.post_validation and c.pp == 1),
     (("grouped", "moe"), lambda c: c.grouped and c.moe is None),
+    (("grouped", "dtype"), lambda c: c.grouped and c.dtype == "fp64"),
     (("codec", "experts", "moe"), lambda c: c.codec != "none" and c.ep * c.etp == 1),
 ]
-"""What the package takes, and a value does nothing beside the others."""
+"""What a configuration may say, and a value does nothing beside the others."""
 BEYOND_THE_REFERENCE: list[Rule] = [
     # in a narrow type what is rounded to which step is decided by other roundings
     (("codec", "dtype"), lambda c: c.codec != "none" and c.dtype != "fp64"),
@@ -114,6 +121,8 @@ BEYOND_THE_REFERENCE: list[Rule] = [
             MOE.get(c.moe or "", {}).get("drop") == "score" and "positions" in MODELS[c.model]
         ),
     ),
+    # whose noise the reference draws for whole micro-batches
+    (("dropout", "schedule"), lambda c: bool(c.dropout) and _is_cut(c)),
     # each rank traces for itself, and there are few cores
     (("compile", "layout", "in_process"), lambda c: c.compile and c.world > 4),
 ]

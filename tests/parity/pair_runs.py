@@ -2,8 +2,9 @@
 
 ``python -m tests.parity.pair_runs find parity`` brings the file of cases up to date with the
 dimensions of :mod:`tests.parity.matrix` (``stale``: :mod:`tests.parity.stale_matrix`): cases that
-are still legal stay, and what is missing is searched. ``measure`` runs every case that has no
-seconds yet (with ``--again`` all) and notes how long it takes, which is what a run's draw goes by.
+are still legal stay, and what is missing is searched; where a rule has been relaxed, ``--again``
+looks at pairs once more that no case could have. ``measure`` runs every case that has no seconds
+yet (with ``--again`` all) and notes how long it takes, which is what a run's draw goes by.
 """
 
 from __future__ import annotations
@@ -132,8 +133,9 @@ def check_pairs(name: str, cases: Sequence[PairCase]) -> list[float]:
         raise AssertionError(f"{error}\nto repeat it: {test}") from None
 
 
-def find(name: str) -> None:
-    """Bring the file of a matrix up to date with its dimensions."""
+def find(name: str, again: bool) -> None:
+    """Bring the file of a matrix up to date with its dimensions; `again`: ask of each pair that no
+    case could have whether one can now."""
     pairs, begin = MATRICES[name].pairs, []
     old, _ = read(name)
     for case in old:
@@ -145,7 +147,8 @@ def find(name: str) -> None:
     def told(choices: int, missing: int) -> None:
         print(f"\r{choices} cases, {missing} pairs are missing ", end="", file=sys.stderr)
 
-    choices, impossible = pairs.covering(random.Random(0), begin, told)
+    known = [] if again else impossible_pairs(name)
+    choices, impossible = pairs.covering(random.Random(0), begin, known, told)
     print(file=sys.stderr)
     seconds = {case.id: case.seconds for case in old}
     found = {}
@@ -189,10 +192,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.parity.pair_runs", description=__doc__)
     parser.add_argument("action", choices=["find", "measure"])
     parser.add_argument("matrix", choices=MATRICES)
-    parser.add_argument("--again", action="store_true", help="measure all, not only new ones")
+    parser.add_argument("--again", action="store_true", help="not only what is new")
     given = parser.parse_args()
     if given.action == "find":
-        find(given.matrix)
+        find(given.matrix, given.again)
         return 0
     return int(not measure(given.matrix, given.again))
 

@@ -105,18 +105,22 @@ class Pairs:
         self,
         rng: random.Random,
         begin: Sequence[Choice] = (),
+        known: Sequence[Pair] = (),
         told: Callable[[int, int], None] = lambda choices, missing: None,
     ) -> tuple[list[Choice], list[Pair]]:
         """Choices that between them hold every possible pair, and the pairs that are impossible.
 
         Greedy: of some random choices that contain a missing pair, take the one with most of them.
-        `begin` has choices to start with. `told` hears of choices made and pairs missing.
+        `begin` has choices to start with, and `known` pairs that are impossible. `told` hears of
+        choices made and pairs missing.
         """
         choices = [choice for choice in begin if not self.blame(choice)]
         held: set[Pair] = set().union(*map(pairs_of, choices))
         # in order, so that the result is always the same
+        impossible = [pair for pair in known if pair not in held]
         missing = dict.fromkeys(pair for pair in self.all() if pair not in held)
-        impossible: list[Pair] = []
+        for pair in impossible:
+            missing.pop(pair, None)
         while missing:
             pair = next(iter(missing))
             legal: list[Choice] = []
