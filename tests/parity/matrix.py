@@ -89,6 +89,12 @@ OF_FOUR = ("double ring", "teams", "usp", "usp, context first")
 """Contexts whose rings of two ranks are those of others."""
 
 
+def _is_narrow(case: Case) -> bool:
+    """Whether rows of an expert's width have too few bytes for a grouped product."""
+    width = MOE.get(case.moe or "", {}).get("ffn", 16) // case.etp
+    return width * (4 if case.dtype == "fp32" else 2) % 16 > 0
+
+
 def _is_cut(case: Case) -> bool:
     """Whether what passes the pipeline is less than a micro-batch."""
     return case.slices is not None or case.schedule == "chimera_backward_halving"
@@ -108,6 +114,7 @@ WITHOUT_EFFECT: list[Rule] = [
     (("post_validation", "layout"), lambda c: c.post_validation and c.pp == 1),
     (("grouped", "moe"), lambda c: c.grouped and c.moe is None),
     (("grouped", "dtype"), lambda c: c.grouped and c.dtype == "fp64"),
+    (("grouped", "dtype", "moe", "experts"), lambda c: c.grouped and _is_narrow(c)),
     (("codec", "experts", "moe"), lambda c: c.codec != "none" and c.ep * c.etp == 1),
 ]
 """What a configuration may say, and a value does nothing beside the others."""
