@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.stand_ins import write_program
+from tests.dist.stand_ins import write_program
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.stand_ins import write_program
 from tests.parity.marks import in_parts
-from tests.unit.stand_ins import write_program
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
