@@ -1,14 +1,17 @@
 """The surroundings of processes that tests start: signals as a terminal gives them, torch's C++ as
 quiet as `train.py` has it, before which it is loaded here (:mod:`tests.parity.launches`), and the
-server that worlds and commands are forks of."""
+server that worlds and commands are forks of, unless unit tests alone are run: they start none."""
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.parity import case_file, draw
+
+UNIT = Path(__file__).parent / "unit"
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -44,7 +47,9 @@ def chosen(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _server() -> None:
+def _server(request: pytest.FixtureRequest) -> None:
+    if all(item.path.is_relative_to(UNIT) for item in request.session.items):
+        return
     from tests.parity.forked import start_server  # loads torch, which reads what is set above
 
     start_server()

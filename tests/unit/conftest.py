@@ -1,8 +1,53 @@
-"""What several files of unit tests use."""
+"""What several files of unit tests use, and what holds that they start no processes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from multiprocessing import util
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
 
 import pytest
 
 from megapipe.schedule.commands import main
+
+STARTS: tuple[tuple[Any, str], ...] = (
+    (subprocess.Popen, "__init__"),
+    (BaseProcess, "start"),
+    (util, "spawnv_passfds"),
+    *((os, name) for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
+)
+"""What starts a process, whoever calls it."""
+
+platform.platform()  # starts `uname` when it is first asked
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*given: object, **_: object) -> NoReturn:
+        words = [word for word in given if isinstance(word, str | list | tuple)]
+        pytest.fail(f"it starts a process, {name}{words}: it belongs in tests/dist", pytrace=False)
+
+    return refuse
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone() -> Iterator[None]:
+    """Have a test fail that starts a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in STARTS:
+            patch.setattr(owner, name, _refusal(f"{owner.__name__}.{name}"))
+        yield
+
+
+@pytest.fixture
+def without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run asks git, a process, for the commit of the sources."""
+    module = import_module("megapipe.observe.provenance")  # the package has a function of this name
+    monkeypatch.setattr(module, "git_state", lambda root: None)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import importlib
 import itertools
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,83 +14,15 @@ import pytest
 
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.proof.validate import validate
-from tests.parity.launches import fork_script
+from tests.parity.benchmark_files import BENCHMARKS
 from tests.parity.marks import in_parts
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
-SHARED = (
-    "by_autograd.py",
-    "common.py",
-    "corpus.py",
-    "deepspeed_peer.py",
-    "fake_world.py",
-    "lasting.py",
-    "megatron_peer.py",
-    "model_memory.py",
-    "peer_row.py",
-    "pipelines.py",
-    "plain_gpt.py",
-    "slow_link.py",
-    "token_indices.py",
-    "turns.py",
-)
-BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
-LONG = (
-    *("bubble", "checkpoints", "data", "engine_overhead", "gpu_experts", "gpu_ladder", "memory"),
-    *("moe", "peers", "post_validation", "scale", "split_backward", "staleness", "startup"),
-    *("state_precision", "step", "streams", "tensor_parallel", "zero"),
-)
-"""Those that time whole steps or commands, or beside a peer's, at any size."""
-COUNTING = ("context_parallel", "memory", "scale", "zero")
-"""Benchmarks that compare bytes and calls with formulas, which no machine makes slower."""
-
-
-def run(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(path), *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        check=False,
-    )
 
 
 def test_there_are_benchmarks() -> None:
     assert BENCHMARKS
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else pytest.mark.full, id=p.stem)
-        for p in BENCHMARKS
-    ],
-)
-def test_a_benchmark_prints_a_table_and_writes_its_results(path: Path, tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    done = run(path, "--quick", "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    results = json.loads(file.read_text(encoding="utf-8"))
-    assert results
-    for result in results:
-        assert list(result) == ["claim", "value", "target", "unit", "peer", "met"]
-        assert all(isinstance(result[key], str) for key in ("claim", "unit", "peer"))
-        assert math.isfinite(result["value"])
-        assert math.isfinite(result["target"])
-        assert isinstance(result["met"], bool)
-    assert len({result["claim"] for result in results}) == len(results)
-    by_formula = [result for result in results if result["peer"].startswith("formula")]
-    assert [r for r in by_formula if not r["met"]] == [], "what is counted holds at any size"
-    assert bool(by_formula) == (path.stem in COUNTING)
-    for heading in results[0]:
-        assert heading in done.stdout
-
-
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_an_unknown_option_is_refused(path: Path, tmp_path: Path) -> None:
-    assert fork_script(tmp_path, f"benchmarks/{path.name}", "--fast").code == 2
 
 
 @pytest.fixture

@@ -32,10 +32,12 @@ from megapipe.train.auto import FILE, AutoSchedule
 from megapipe.train.callbacks import Step, exporting
 from megapipe.train.callbacks.reports import Reports
 from megapipe.watch import monitor, rank
+from tests.parity.outside import MINE, untouched
 from tests.unit.train.standing_run import reported, result, standing_run
 
+pytestmark = pytest.mark.usefixtures("without_git")
+
 WORDS = "is a symbolic link, which a run does not write through"
-MINE = "what the owner of the run alone may change"
 
 
 @pytest.fixture
@@ -52,10 +54,6 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
-
-
-def untouched(outside: Path) -> bool:
-    return os.listdir(outside) == ["file"] and (outside / "file").read_text() == MINE
 
 
 def test_files_and_folders_are_made(run: Path, tmp_path: Path) -> None:
@@ -286,20 +284,4 @@ def test_a_link_in_the_place_of_what_a_sink_writes(
     (run / name).symlink_to(outside if name != "wandb_id" else outside / "file")
     (with_tensorboard if name == "tensorboard" else with_wandb)(run)
     assert WORDS in caplog.text
-    assert untouched(outside)
-
-
-def test_links_of_wandb_s_own_are_replaced_and_not_followed(
-    run: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It keeps some in its folder, for which a run that goes on is not to be refused."""
-    for name in ("CACHE", "CONFIG", "DATA"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(run.parent / "home"))
-    with_wandb(run)
-    links = [path for path in (run / "wandb").iterdir() if path.is_symlink()]
-    assert links
-    for link in links:
-        link.unlink()
-        link.symlink_to(outside / "file")
-    with_wandb(run)
     assert untouched(outside)

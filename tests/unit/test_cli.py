@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -289,11 +287,3 @@ def test_dump_reads_back(
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
     path.write_text(cli.dump(config), encoding="utf-8")
     assert cli.parse([str(path)]).config == config
-
-
-def test_imports_no_torch() -> None:
-    code = (
-        "import sys, megapipe.cli, megapipe.layout.layout, megapipe.plan.report; "
-        "sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

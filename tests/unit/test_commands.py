@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import os
 import runpy
-import subprocess
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -17,18 +15,6 @@ from megapipe import cli, console, presets
 from megapipe.command_line import Parser, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """The command in a folder that is not the repository's."""
-    return subprocess.run(
-        [sys.executable, "-m", "megapipe", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
 
 
 def test_the_entry_point_is_there() -> None:
@@ -53,14 +39,6 @@ def test_each_command_explains_itself(
         console.main()
     out, err = capsys.readouterr()
     assert f"usage: megapipe {name} " in out + err
-
-
-def test_a_preset_is_planned_from_any_folder(tmp_path: Path) -> None:
-    done = run(tmp_path, "train", "quickstart", "--dry-run")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("plan of quickstart\n")
-    assert run(tmp_path, "train", "configs/quickstart.yaml", "--dry-run").stdout == done.stdout
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,21 +15,16 @@ import torch.distributed as dist
 
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import loop, vee
+from tests.parity.ladder import load_ladder, toy_work
 
 pytestmark = pytest.mark.full
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def ladder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package, with its modules as attributes."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    package = importlib.import_module("ladder")
-    for path in (BENCHMARKS / "ladder").glob("[!_]*.py"):
-        importlib.import_module(f"ladder.{path.stem}")
-    return package
+    return load_ladder(monkeypatch)
 
 
 @pytest.fixture
@@ -236,10 +229,7 @@ def test_claims_are_worked_out_from_the_records(ladder: Any, tmp_path: Path) -> 
 
 @pytest.fixture
 def work(ladder: Any, tmp_path: Path) -> Any:
-    file = tmp_path / "records"
-    file.touch()
-    now = time.time()
-    return ladder.bench.Work("ours", "toy", "cpu", str(file), now, steps=1, compile=False)
+    return toy_work(ladder, tmp_path)
 
 
 def test_time_is_shared_out_and_what_does_not_fit_is_named(
@@ -275,18 +265,6 @@ def test_time_is_shared_out_and_what_does_not_fit_is_named(
     Path(work.file).write_text("")
     records = ladder.jobs.run_all(jobs[-1:], 60.0)
     assert [r.why for r in records] == ["its largest micro-batch was not found"]
-
-
-def test_a_worker_that_hangs_or_dies_loses_its_own_rows_only(
-    ladder: Any, work: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def commanded(code: str) -> str | None:
-        monkeypatch.setattr(ladder.bench.Work, "command", lambda _: [sys.executable, "-c", code])
-        return ladder.jobs.run_worker(work, 3.0)
-
-    assert commanded("pass") is None
-    assert commanded("import os; os.abort()") == "its process ended with exit code -6"
-    assert commanded("import time; time.sleep(60)") == "ended after 3 s"
 
 
 def test_state_that_does_not_fit_is_made_smaller_then_the_step_is_compiled(

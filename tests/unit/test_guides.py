@@ -4,9 +4,6 @@ links of all documents lead somewhere."""
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,17 +12,10 @@ import pytest
 from megapipe.cli import parse
 from megapipe.errors import ConfigError
 from megapipe.keys import KEYS, SECTIONS, field_of
-from megapipe.layout.resolve import resolve
 from megapipe.schedule.generators import aliases, names
+from tests.parity.guides import BLOCK, DOCS, PAGES, commands, wrong_files
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
-PAGES = {
-    name: (DOCS / name).read_text(encoding="utf-8")
-    for name in ("CONTRIBUTING.md", "from_megatron.md", "from_deepspeed.md")
-}
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FOLDERS = ("benchmarks", "configs", "docs", "megapipe", "scripts", "tests", ".ci")
 OF_A_RUN = ("log.jsonl",)
 """Files that look like keys and are in the run folder."""
 
@@ -62,12 +52,6 @@ def _named(word: str) -> bool:
     return field_of(word.partition("=")[0]) is not None
 
 
-def wrong_files(words: list[str]) -> Iterator[str]:
-    for word in words:
-        if word.partition("/")[0] in FOLDERS and "/" in word and not (ROOT / word).exists():
-            yield word
-
-
 def wrong_links(text: str, folder: Path = DOCS) -> Iterator[str]:
     """Links from a page in `folder` to files that are not there, or to headings that these lack."""
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
@@ -92,13 +76,6 @@ def mistakes(text: str) -> list[str]:
     for words in code_words(text):
         found += [*wrong_settings(words), *wrong_files(words)]
     return found
-
-
-def commands(text: str) -> list[list[str]]:
-    """The words of every command in a block for a shell."""
-    shell = "".join(body for language, body in BLOCK.findall(text) if language == "sh")
-    lines = shell.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.name)
@@ -131,28 +108,6 @@ def test_a_mistake_is_noticed(text: str) -> None:
 def test_what_is_no_setting_is_left_alone() -> None:
     text = "`train.py`, `log.jsonl`, `zero_optimization/stage`, `megatron/x.py`"
     assert mistakes(f"{text}\n```sh\nlog.x\n```\n") == []
-
-
-@pytest.mark.parametrize(
-    "words", [words for text in PAGES.values() for words in commands(text)], ids=" ".join
-)
-def test_commands(words: list[str]) -> None:
-    """Plans, lists and help are run; of what trains or tests the arguments are looked at."""
-    files = [word.partition("::")[0] for word in words if "/" in word and "=" not in word]
-    assert [*wrong_files(files)] == []
-    if "train.py" in words:
-        given = words[words.index("train.py") + 1 :]
-        command = parse(given)
-        if command.help is None:
-            world = int(words[words.index("--nproc") + 1]) if "--nproc" in words else None
-            resolve(command.config, world, command.config.model.vocab_size or 50257)
-    if {"--dry-run", "--help", "--list"}.intersection(words) or "scripts/schedule.py" in words:
-        assert words[0] == "python"
-        done = subprocess.run(
-            [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout
 
 
 def test_every_kind_of_command_is_shown() -> None:

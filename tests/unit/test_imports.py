@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-import pytest
-
-import megapipe
-
-PACKAGE = Path(megapipe.__file__).parent
-FILES = {
-    path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", "."): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
-"""Dotted name (a package's ends in ``.__init__``) -> file."""
+from tests.parity.package_files import ADAPTERS, FILES, KERNELS, OPTIONAL, PACKAGE, inside
 
 MOST_LINES = 500
 
@@ -92,38 +81,6 @@ MAY_COMMUNICATE = (
 )
 WITHOUT_GROUPS = {"megapipe.convert.dcp": "torch.distributed.checkpoint"}
 """Who may use a part of torch.distributed that needs no process group."""
-WITHOUT_TORCH = (
-    "megapipe.schedule",
-    "megapipe.context",
-    "megapipe.experts",
-    "megapipe.plan",
-    "megapipe.config",
-    "megapipe.cli",
-    "megapipe.dtypes",
-    "megapipe.errors",
-    "megapipe.keys",
-    "megapipe.layers.policy",
-    "megapipe.layout",
-    "megapipe.section",
-    "megapipe.strict_yaml",
-    "megapipe.update_rules",
-    *(f"megapipe.model.{name}" for name in ("partition", "tape")),
-    *(f"megapipe.model.gpt.{name}" for name in ("config", "parameters", "flops")),
-    *(f"megapipe.model.gpt.{name}" for name in ("saved", "workspace", "unfused")),
-    *(f"megapipe.model.gpt.hf.{name}" for name in ("config", "parts", "table")),
-    "megapipe.train.job",
-    "megapipe.train.objects",  # both load torch once they know the configuration
-    "megapipe.launch.rendezvous",
-    "megapipe.watch",
-)
-OPTIONAL = ("wandb", "tensorboard", "torch.utils.tensorboard", "datasets", "transformers")
-KERNELS = ("apex", "flash_attn", "liger_kernel")
-ADAPTERS = ("megapipe.evaluate.harness",)
-"""Each derives from a class of an optional package, and is imported where that is asked for."""
-
-
-def inside(name: str, roots: tuple[str, ...]) -> bool:
-    return any(name == root or name.startswith(root + ".") for root in roots)
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -268,36 +225,6 @@ def test_optional_packages_are_not_needed_to_import() -> None:
         if not inside(name, ("megapipe.ops",)):
             kernels = {module for module in imports(tree) if inside(module, KERNELS)}
             assert not kernels, f"{name} imports {kernels}: that is for megapipe.ops"
-
-
-def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_configuration_schedules_and_plans_load_no_torch() -> None:
-    names = [name.removesuffix(".__init__") for name in FILES if inside(name, WITHOUT_TORCH)]
-    assert len(names) > len(WITHOUT_TORCH)
-    code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
-    loaded = run_python(code + "print(*sys.modules)").split()
-    assert set(names) <= set(loaded)
-    heavy = {"torch", "transformers", "datasets", "matplotlib", "rich", "ortools", "wandb"}
-    assert not heavy & set(loaded)
-
-
-@pytest.mark.full
-def test_everything_imports_without_the_optional_packages() -> None:
-    """As where they are not installed."""
-    names = [name.removesuffix(".__init__") for name in FILES if name not in ADAPTERS]
-    blocked = [*OPTIONAL[:2], *OPTIONAL[3:], *KERNELS]
-    code = (
-        f"import importlib, sys\nsys.modules.update(dict.fromkeys({blocked}))\n"
-        f"for name in {names}: importlib.import_module(name)\nprint('done')"
-    )
-    assert run_python(code) == "done\n"
 
 
 def test_no_test_file_imports_from_another() -> None:

@@ -3,17 +3,13 @@
 import csv
 import io
 import json
-import subprocess
 import sys
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.flops import head_flops, layer_flops
 from megapipe.schedule.commands import COMMANDS, main
 from megapipe.schedule.commands.arguments import number
 from megapipe.schedule.commands.scenario import placement_names
@@ -23,42 +19,7 @@ from megapipe.schedule.render import svg, text
 from megapipe.schedule.text import from_csv, to_csv
 from megapipe.schedule.timing.simulate import simulate
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--ranks", "4", "--microbatches", "8")
-
-
-# the script itself
-
-
-def test_the_script_runs_and_loads_nothing_heavy():
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-X",
-            "importtime",
-            ROOT / "scripts/schedule.py",
-            "simulate",
-            "zb_h1",
-            *SMALL,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert done.stdout.startswith("zb_h1\n")
-    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "megapipe.schedule.timing.simulate" in loaded
-    assert not loaded & {"torch", "matplotlib", "rich", "pydantic", "ortools"}
-
-
-def test_a_reader_that_leaves_early_is_no_error():
-    code = f"{sys.executable} {ROOT}/scripts/schedule.py list --json | head -c 1"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", code], capture_output=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"[", b"")
 
 
 @pytest.mark.parametrize("command", [[], *([m.__name__.rpartition(".")[2]] for m in COMMANDS)])
@@ -69,9 +30,6 @@ def test_help(command, capsys, monkeypatch):
         main([*command, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(" ".join(["usage: schedule.py", *command]))
-
-
-# list
 
 
 def test_list_names_every_schedule(ask):
@@ -88,9 +46,6 @@ def test_list_names_every_schedule(ask):
     for name, entry in told.items():
         assert f"{name}" in shown
         assert entry["about"] in shown
-
-
-# simulate
 
 
 def test_simulate_json_of_zb_h1(ask):
@@ -304,9 +259,6 @@ def test_costs_that_are_given_are_what_a_schedule_is_made_for(ask, tmp_path, mon
     assert given == "None\n(7, 0.0)\n" + to_csv(build("1f1b", ranks=4, microbatches=8))
 
 
-# compare
-
-
 def test_compare_sorts_and_tells_why_not(ask):
     told = json.loads(
         ask(
@@ -391,9 +343,6 @@ def test_placement_names(placement, called):
     assert placement_names(placement) == called
 
 
-# show, draw
-
-
 def test_show(ask):
     shown = ask("show", "zb_h1", *SMALL, "--width", "120", "--cost", "W=2")
     schedule = build("zb_h1", ranks=4, microbatches=8)
@@ -421,9 +370,6 @@ def test_draw(ask, tmp_path):
     assert sum(event["ph"] == "X" for event in events) == 96
     ask("draw", "1f1b", "--ranks", "2", "--microbatches", "2", "-o", path.with_suffix(".png"))
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-
-
-# export, validate
 
 
 def test_export_and_validate(ask, tmp_path):
@@ -458,30 +404,6 @@ def test_costs_of_17_digits_are_exact(capsys, tmp_path):
     without_messages = json.loads(capsys.readouterr().out)
     assert without_messages["makespan"] == float(exact)
     assert told["makespan"] > without_messages["makespan"]
-
-
-def test_costs_of_a_configuration(tmp_path):
-    """The stages of its model, shared out for each schedule: 6 layers and a head of three."""
-    path = tmp_path / "model.yaml"
-    path.write_text("model: {layers: 6, vocab_size: 6144}\nparallel: {pp: 2}\n")
-    script = [sys.executable, "scripts/schedule.py"]
-    comparison = ["compare", "gpipe", "hanayo", "--ranks", "3", "--microbatches", "1"]
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        words = [*script, *command, "--config", str(path)]
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    done = run(*comparison, "--json")
-    assert done.stderr == ""
-    told = {row["schedule"]: row["makespan"] for row in json.loads(done.stdout)}
-    model = ModelConfig(layers=6).resolved(vocab_size=6144, sequence_length=256)
-    layer = layer_flops(model, 256)
-    assert told["gpipe"] == pytest.approx((18 * layer + 3 * head_flops(model)) / layer)
-    assert told["hanayo"] == pytest.approx(told["gpipe"])
-    taken = run(*comparison, "--cost", "F=2")
-    assert (taken.returncode, taken.stdout) == (2, "")
-    assert f"argument --cost: F is in {path} already" in taken.stderr
-    assert len(taken.stderr.splitlines()) == 1
 
 
 def test_deviation(ask):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,45 +12,7 @@ from megapipe.cli import parse
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 from megapipe.update_rules import RULES, Declaration, declaration
-from tests.parity.jobs import ROOT
-
-MODULE = """
-from megapipe.optim.rules import Declaration, Elementwise, Rule
-from megapipe.optim.rules.elementwise import AdamW
-
-
-class Good(Elementwise):
-    declaration = Declaration(states=("a", "b"), elementwise=True)
-
-    def update(self, part, lr, count): ...
-
-
-class Whole(Good):
-    declaration = Declaration(states=(), elementwise=False, takes_kernel=True)
-
-
-class Inherits(AdamW):
-    pass
-
-
-class Silent(Elementwise):
-    def update(self, part, lr, count): ...
-
-
-class Nearly(Rule):
-    declaration = Declaration(states=("a", "b"), elementwise=True)
-
-
-class Asks(Good):
-    def __init__(self, config, mesh): ...
-
-
-class NoRule:
-    declaration = Good.declaration
-
-
-def function(config): ...
-"""
+from tests.parity.own_rules import MODULE
 
 
 @pytest.fixture
@@ -132,21 +93,3 @@ def test_another_name_is_no_rule(wrong: str) -> None:
         "adabelief, adam3, or a class of your own as module:Name",
     ):
         parse([f"optimizer.rule={wrong}"])
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("_rules")
-def test_the_plan_knows_a_rule_of_the_user_s() -> None:
-    """By the command itself; 4 bytes for each state of a parameter."""
-    optimizer = []
-    for rule in ("rules:Good", "adamw", "lion"):
-        command = ["train.py", f"optimizer.rule={rule}", "--dry-run"]
-        done = subprocess.run(
-            [sys.executable, str(ROOT / command[0]), *command[1:]],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        optimizer.append(done.stdout.replace(rule, ""))
-    assert optimizer[0] == optimizer[1] != optimizer[2]

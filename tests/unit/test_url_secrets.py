@@ -25,42 +25,8 @@ from megapipe.observe.observer import Observer
 from megapipe.train.main import train
 from megapipe.urls import check_url
 from megapipe.words import without_secrets
-from tests.parity.jobs import ROOT, arguments, tiny
-from tests.parity.launches import run_forked
-
-SECRET = "s3cret"
-SIGNED = "https://example.org/texts.txt?X-Amz-Date=1&X-Amz-Signature=s3cret"
-
-WEB = """
-import io
-import fsspec
-
-TEXT = b"the cat sat on a mat and ran away " * 400
-
-class Web(fsspec.AbstractFileSystem):
-    versions = {"ETag": "1"}
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return path
-
-    def info(self, path, **given):
-        if "s3cret" not in path:
-            raise FileNotFoundError(f"403, url='{path}'")
-        return {"name": path, "size": len(TEXT), "type": "file", **self.versions}
-
-    def _open(self, path, mode="rb", **given):
-        return io.BytesIO(TEXT)
-
-fsspec.register_implementation("https", Web, clobber=True)
-"""
-"""A web server that answers those who have the secret."""
-ENTRY = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from megapipe.train.main import main
-sys.exit(main(sys.argv[1:]))
-"""
+from tests.parity.jobs import arguments
+from tests.parity.signed_urls import SECRET, SIGNED, WEB
 
 
 @pytest.fixture
@@ -195,45 +161,3 @@ def test_a_command_says_nothing_of_it(
     assert SECRET not in said
     assert "wrong0ne" not in said
     assert [p for p in tmp_path.rglob("*") if p.is_file() and SECRET in str(p.read_bytes())] == []
-
-
-@pytest.mark.full
-def test_no_output_of_a_run_has_it(tmp_path: Path) -> None:
-    """Of one that ends well, one that goes on by a new signature, and one whose URL is refused."""
-    script = tmp_path / "entry.py"
-    script.write_text(f"{WEB}{ENTRY}")
-    given = {
-        **tiny(tmp_path),
-        "data.mixture.a.source": SIGNED,
-        "data.mixture.b.source": str(tmp_path / "corpus.txt"),
-        "data.validation.held": SIGNED.replace("texts", "held"),
-        "checkpoint.every": "2",
-        "log.timeline": "[2]",
-        "log.profile": "[2]",
-        "log.samples": "true",
-        "log.tensorboard": "true",
-        "log.wandb": "offline",
-    }
-    given.pop("data.source")
-
-    def start(*more: str) -> str:
-        outcome = run_forked(
-            tmp_path, 2, *arguments(given), *more, "--traceback", script=str(script)
-        )
-        assert outcome.codes == ([3, 3] if "wrong0ne" in more[0] else [0, 0]), outcome.text
-        return outcome.text
-
-    said = start("train.steps=3")
-    again = f"data.mixture.a.source={SIGNED}again"
-    said += start(again, "train.steps=5")
-    assert "changed since: data" not in said
-    said += start("data.mixture.a.source=https://example.org/x?Signature=wrong0ne", "run.name=b")
-    assert "403, url='https://example.org/x?***'" in said
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != script]
-    names = {path.name for path in files}
-    assert {"config.yaml", "provenance.json", "log.jsonl", "manifest.json"} <= names
-    assert any(name.endswith(".wandb") for name in names)
-    for secret in (SECRET, "wrong0ne"):
-        assert secret not in said
-        assert [path for path in files if secret.encode() in path.read_bytes()] == []
-    assert any(b"texts.txt?***" in path.read_bytes() for path in files)

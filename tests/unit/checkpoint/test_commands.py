@@ -9,7 +9,6 @@ from megapipe.checkpoint import Alone, Checkpoint, Meta, save
 from megapipe.checkpoint.commands import main
 from megapipe.checkpoint.names import REMOVED
 from megapipe.checkpoint.run_lock import RunLock
-from tests.parity.launches import run_forked
 from tests.unit.checkpoint.checkpoint_worlds import META, dim_cut, flat_cut, save_alone, tensors
 
 
@@ -198,25 +197,6 @@ def test_a_folder_in_the_place_of_the_pointer_is_one_line(tmp_path, capsys):
     wrong = f"cannot write to {tmp_path / 'latest'}: Is a directory"
     assert wrong in out_of(capsys, "repair", tmp_path, code=5)
     assert wrong in out_of(capsys, "delete", tmp_path, "1", "--last", code=5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("place", "command"),
-    [
-        (".", ["list", "run"]),
-        (".", ["inspect", "run"]),
-        ("checkpoints", ["verify", "run/checkpoints"]),
-        ("checkpoints", ["delete", "run", "1"]),
-    ],
-)
-def test_a_folder_that_may_not_be_read_is_one_line(tmp_path, place, command):
-    save_alone(tmp_path / "run" / "checkpoints", 1)
-    (tmp_path / "run" / place).chmod(0)
-    ended = run_forked(tmp_path, 1, *command, script="scripts/checkpoint.py", privileged=False)
-    (tmp_path / "run" / place).chmod(0o700)
-    where = f"run/{place}".removesuffix("/.")
-    ended.assert_one_line(5, f"cannot list {where}: Permission denied")
 
 
 @pytest.mark.parametrize("command", [["repair"], ["delete", "1"]])

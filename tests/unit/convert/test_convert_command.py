@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,33 +15,19 @@ from tokenizers import Tokenizer
 
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.cli import parse
-from megapipe.convert import HuggingFaceFolder, export, hub
+from megapipe.convert import HuggingFaceFolder, hub
 from megapipe.convert.commands import main
 from megapipe.errors import DataError
+from tests.parity.both_ways import MODEL, change_json, write_both_ways
 from tests.parity.converted import assert_same, state_of, write_checkpoint
-from tests.parity.launches import fork_script
 from tests.parity.reference import init_random
 from tests.unit.data.data_cases import train_bpe
-from tests.unit.model.transformers_models import model_of
-
-ROOT = Path(__file__).parents[3]
-MODEL = model_of("llama_gqa").model_copy(update={"dtype": "fp32", "vocab_size": 257, "layers": 2})
 
 
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run, and with the same model in two shards as Hugging Face has it."""
     monkeypatch.chdir(tmp_path)
-    checkpoint = write_checkpoint(
-        tmp_path / "run", MODEL, init_random(MODEL, seed=5, dtype=torch.float32)
-    )
-    export(checkpoint, tmp_path / "hf", shard_bytes=50_000)
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 2
-    return tmp_path
-
-
-def change_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return write_both_ways(tmp_path)
 
 
 def in_config(**changes: Any) -> Callable[[Path], None]:
@@ -302,29 +285,3 @@ def test_a_folder_is_there_whole_or_not_at_all(
     before = sorted(given.iterdir())
     assert main(["hf-to-megapipe", "hf", "new"]) == 130
     assert sorted(given.iterdir()) == before
-
-
-def launched(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts/convert.py"), *argv],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-@pytest.mark.full
-def test_the_script_itself(given: Path) -> None:
-    done = launched(given, "megapipe-to-hf", "run", "new", "--dtype", "bf16")
-    assert (done.returncode, done.stdout) == (0, "new: step 3 of run/checkpoints/step-00000003\n")
-    assert done.stderr.startswith("megapipe: model.safetensors: 21 tensors")
-    assert all(tensor.dtype == torch.bfloat16 for tensor in state_of(given / "new").values())
-    in_config(model_type="opt")(given)
-    for argv, code in (
-        (["hf-to-megapipe", "hf", "other"], 2),
-        (["megapipe-to-hf", "run", "new"], 5),
-        (["megapipe-to-hf", "run", "other", "--tokenizer", "./gone"], 3),
-    ):
-        fork_script(given, "scripts/convert.py", *argv).assert_one_line(code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ from megapipe.convert.dcp.folder import OwnNames, open_dcp
 from megapipe.errors import CheckpointError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.weights import to_hf
-from megapipe.testing import run_world
+from tests.parity.both_ways import write_run
 from tests.parity.cases import Case, configure
-from tests.parity.converted import assert_same, state_of, write_checkpoint
-from tests.parity.dcp_files import save_dcp, save_shards
+from tests.parity.converted import assert_same, write_checkpoint
+from tests.parity.dcp_files import save_dcp
 from tests.parity.reference import init_random
-from tests.unit.model.transformers_models import model_of
 
 LAYER = {
     "attention.wq": "self_attn.q_proj",
@@ -42,18 +40,6 @@ LAYER = {
     "ffn_norm": "post_attention_layernorm",
 }
 """Modules of Meta's Llama, and what Hugging Face's classes call them."""
-
-
-def fp32(case: str) -> ModelConfig:
-    return model_of(case).model_copy(update={"dtype": "fp32", "vocab_size": 259})
-
-
-def given(folder: Path, case: str) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A run with random weights, in ``folder/run``."""
-    model = fp32(case)
-    params = init_random(model, seed=5, dtype=torch.float32)
-    write_checkpoint(folder / "run", model, params)
-    return model, params
 
 
 def assert_run_has(run: Path, model: ModelConfig, params: dict[str, Tensor]) -> None:
@@ -72,7 +58,7 @@ def test_both_ways(
 ) -> None:
     """By the names of a class, whose model torch loads, and by ours."""
     monkeypatch.chdir(tmp_path)
-    model, params = given(tmp_path, case)
+    model, params = write_run(tmp_path, case)
     for names in ("hf", "megapipe"):
         assert main(["megapipe-to-dcp", "run", f"dcp_{names}", "--names", names]) == 0
         assert main(["dcp-to-megapipe", f"dcp_{names}", names, "--tokenizer", "byte"]) == 0
@@ -128,7 +114,7 @@ def in_pairs(weight: Tensor, head_dim: int) -> Tensor:
 
 def test_torchtitans_llama(tmp_path: Path) -> None:
     """Beside states of an optimizer, and below a prefix; the attention is the same."""
-    model, params = given(tmp_path, "llama_gqa")
+    model, params = write_run(tmp_path, "llama_gqa")
     width = model.head_dim or 0
     state = to_hf(params, model)
     titan = {
@@ -178,22 +164,6 @@ def _below(folder: Path, state: dict[str, Tensor], config: Path) -> Any:
     return open_dcp(folder, config=config, prefix="model.")
 
 
-@pytest.mark.full
-def test_what_several_processes_have_saved(tmp_path: Path) -> None:
-    """Rows of 2 ranks, which do not divide the vocabulary, and columns."""
-    model, params = given(tmp_path, "llama_gqa")
-    export(find_checkpoint(tmp_path / "run"), tmp_path / "hf", tokenizer="none")
-    run_world(2, save_shards, tmp_path)
-    for dim in (0, 1):
-        source = open_dcp(tmp_path / f"dcp{dim}", config=tmp_path / "hf", prefix="model.")
-        assert source.model == model
-        assert_same({n.removeprefix("model/"): source.read(n) for n in source.shapes()}, params)
-        files = DcpFiles.open(tmp_path / f"dcp{dim}", prefix="model.")
-        for name, tensor in state_of(tmp_path / "hf").items():
-            index = tuple(slice(math.ceil(n / 5), n - 1) for n in tensor.shape)
-            assert torch.equal(files.read(name, index), tensor[index]), name
-
-
 def deeper(folder: Path) -> None:
     path = folder / "there/config.json"
     path.write_text(path.read_text().replace('"n_layer": 3', '"n_layer": 4'))
@@ -236,7 +206,7 @@ def test_bad_input_is_one_line_with_a_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given(tmp_path, "gpt2")
+    write_run(tmp_path, "gpt2")
     assert main(["megapipe-to-dcp", "run", "there"]) == 0
     capsys.readouterr()
     prepare(tmp_path)

@@ -1,10 +1,15 @@
 """Texts, a tokenizer and token files small enough to be made in a test."""
 
+import json
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megapipe.data.tokens import TokenWriter
 
 TEXTS = [f"Document {i}: " + "the quick brown fox. " * (i % 7) + "äöü €\n" for i in range(60)]
 
@@ -57,3 +62,25 @@ def by_hand(folder: Path, index: bytes, content: bytes) -> Path:
     (folder / "x.idx").write_bytes(index)
     (folder / "x.bin").write_bytes(content)
     return folder / "x"
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows(texts: list[str] = TEXTS, field: str = "text") -> list[dict[str, Any]]:
+    return [{"number": i, field: text} for i, text in enumerate(texts)]
+
+
+Documents = list[list[list[int]]]
+"""Sequences of documents."""
+
+
+def write_documents(prefix: Path, documents: Documents, dtype: str = "<u2") -> Path:
+    with TokenWriter(prefix, np.dtype(dtype)) as file:
+        for document in documents:
+            file.write(np.array([i for sequence in document for i in sequence], np.int64))
+            lengths = np.array([len(sequence) for sequence in document], np.int32)
+            file.close_sequences(lengths, np.array([len(document)]))
+    return prefix

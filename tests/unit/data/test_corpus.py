@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megapipe.data import corpus
 from megapipe.data.corpus import identity, pieces
 from megapipe.data.corpus import tables as tables_module
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
-from tests.unit.data.data_cases import TEXTS, drop_privileges
+from tests.unit.data.data_cases import TEXTS, drop_privileges, rows, write_jsonl
 
 
 def read(source: Path | str, **settings: Any) -> list[str]:
@@ -43,15 +40,6 @@ def refused(source: Path | str, match: str, **settings: Any) -> None:
         read(source, **settings)
     assert "\n" not in str(info.value)
     assert str(source) in str(info.value)
-
-
-def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def rows(texts: list[str] = TEXTS, field: str = "text") -> list[dict[str, Any]]:
-    return [{"number": i, field: text} for i, text in enumerate(texts)]
 
 
 def table(texts: list[str | None], field: str = "text", kind: Any = None) -> pa.Table:
@@ -154,33 +142,6 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("owner/name", "no split 'dev'.* it has: train, test$", dataset_split="dev")
 
 
-def test_unreachable_hub_is_reported_in_seconds() -> None:
-    code = (
-        "from megapipe.data_config import DataConfig\n"
-        "from megapipe.data.corpus import pieces\n"
-        "from megapipe.data.tokenizer import load_tokenizer\n"
-        "from megapipe.errors import DataError\n"
-        "for use in (lambda: next(pieces(DataConfig(source='owner/name'))),\n"
-        "            lambda: load_tokenizer('owner/name')):\n"
-        "    try: use()\n"
-        "    except DataError as error: print(error)\n"
-    )
-    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | offline | {"HF_HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2
-    for line, what in zip(lines, ("corpus", "tokenizer"), strict=True):
-        assert line.startswith(f"{what} 'owner/name': no such file or folder in ")
-        assert "Hugging Face hub" in line
-
-
 @pytest.mark.parametrize(
     "source", ["/no/such/corpus", "./corpora/x", "x.jsonl", "corpora/x.TXT", "a/b/c", "two words"]
 )
@@ -249,38 +210,6 @@ def test_field_that_is_no_text(tmp_path: Path, values: list[Any]) -> None:
 def test_undecodable(tmp_path: Path, name: str, content: bytes, match: str) -> None:
     (tmp_path / name).write_bytes(content)
     refused(tmp_path / name, match)
-
-
-def test_readers_are_silent_and_leave_nothing_outside_the_cache(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "good.jsonl", rows())
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": nope}\n')
-    (tmp_path / "bad.parquet").write_text("nothing of the kind")
-    code = (
-        "import sys\n"
-        "from megapipe.data_config import DataConfig\n"
-        "from megapipe.data.corpus import pieces\n"
-        "from megapipe.errors import DataError\n"
-        "for source in sys.argv[1:]:\n"
-        "    try: print(len(list(pieces(DataConfig(source=source)))))\n"
-        "    except DataError as error: print(error)\n"
-    )
-    (tmp_path / "home").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", code, *(str(path) for path in sorted(tmp_path.glob("*.*")))],
-        cwd=tmp_path,
-        env=os.environ
-        | {"PYTHONPATH": str(Path(corpus.__file__).parents[3])}
-        | dict.fromkeys(("HOME", "HF_HOME", "XDG_CACHE_HOME"), str(tmp_path / "home")),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    bad_json, bad_parquet, good = done.stdout.splitlines()
-    assert "cannot be read" in bad_json
-    assert "cannot be read" in bad_parquet
-    assert good == str(len(TEXTS))
-    assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
 
 
 def test_cut_parquet(tmp_path: Path) -> None:

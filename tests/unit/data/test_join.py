@@ -2,8 +2,6 @@
 them."""
 
 import struct
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,19 +13,7 @@ from hypothesis import strategies as st
 from megapipe.data.commands import main
 from megapipe.data.commands.split import boundaries
 from megapipe.data.tokens import TokenFile, TokenWriter, join, writer
-from tests.unit.data.data_cases import TEXTS, by_hand, index_bytes
-
-Documents = list[list[list[int]]]
-"""Sequences of documents."""
-
-
-def write(prefix: Path, documents: Documents, dtype: str = "<u2") -> Path:
-    with TokenWriter(prefix, np.dtype(dtype)) as file:
-        for document in documents:
-            file.write(np.array([i for sequence in document for i in sequence], np.int64))
-            lengths = np.array([len(sequence) for sequence in document], np.int32)
-            file.close_sequences(lengths, np.array([len(document)]))
-    return prefix
+from tests.unit.data.data_cases import TEXTS, Documents, by_hand, index_bytes, write_documents
 
 
 def read(prefix: Path) -> tuple[str, Documents]:
@@ -60,7 +46,9 @@ def test_the_chosen_documents_of_all_files(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(join, "AT_ONCE", size)
         patch.setattr(writer, "PIECE", size)
-        prefixes = [write(folder / str(i), documents) for i, documents in enumerate(files)]
+        prefixes = [
+            write_documents(folder / str(i), documents) for i, documents in enumerate(files)
+        ]
         with TokenWriter(folder / "all", np.dtype("<i4")) as file:
             join.join(prefixes, file, lambda first, last: np.array(taken[first:last], bool))
     expected = [document for document, is_taken in zip(whole, taken, strict=True) if is_taken]
@@ -73,7 +61,7 @@ def test_merge_and_split_are_each_other_s_inverse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     documents: Documents = [[[i] * 5, [i]] if i % 3 else [[i] * 7] for i in range(100)]
-    write(tmp_path / "x", documents)
+    write_documents(tmp_path / "x", documents)
     a, b, c = (tmp_path / name for name in "abc")
     assert main(["split", str(tmp_path / "x"), f"{a}=90", f"{b}=7.5", f"{c}=2.5"]) == 0
     assert [len(read(name)[1]) for name in (a, b, c)] == [90, 8, 2]
@@ -87,8 +75,8 @@ def test_merge_and_split_are_each_other_s_inverse(
 
 
 def test_merge_of_other_types(tmp_path: Path) -> None:
-    write(tmp_path / "a", [[[1, 65535]]])
-    write(tmp_path / "b", [[[2, 70000]]], "<i4")
+    write_documents(tmp_path / "a", [[[1, 65535]]])
+    write_documents(tmp_path / "b", [[[2, 70000]]], "<i4")
     assert main(["merge", str(tmp_path / "c"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert read(tmp_path / "c") == ("<i4", [[[1, 65535]], [[2, 70000]]])
 
@@ -108,7 +96,7 @@ def test_shares(shares: list[float], documents: int, expected: list[int]) -> Non
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["hello", "x" * 100, ""]
-    write(tmp_path / "x", [[[*text.encode(), 256]] for text in texts])
+    write_documents(tmp_path / "x", [[[*text.encode(), 256]] for text in texts])
     assert main(["inspect", str(tmp_path / "x"), "--tokenizer", "byte", "--documents", "9"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{tmp_path / 'x.bin'}: uint16, 216 bytes",
@@ -130,7 +118,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "x", [[[1, 2, 300]]])
+    write_documents(tmp_path / "x", [[[1, 2, 300]]])
     assert main(["verify", str(tmp_path / "x"), "--vocab-size", "301"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'x'}: sound, 1 documents, 3 tokens\n"
     assert main(["verify", str(tmp_path / "x"), "--tokenizer", "byte"]) == 3
@@ -222,8 +210,8 @@ def test_mistakes_are_one_line_and_write_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(Path("x"), [[[1, 2]], [[3]]])
-    write(Path("y"), [[[1]]])
+    write_documents(Path("x"), [[[1, 2]], [[3]]])
+    write_documents(Path("y"), [[[1]]])
     index = index_bytes([1, 1, 1], [0, 4, 4], [0, 1, 3])
     by_hand(tmp_path, index, bytes(6))
     for suffix in (".bin", ".idx"):
@@ -231,7 +219,7 @@ def test_mistakes_are_one_line_and_write_nothing(
     by_hand(tmp_path, index_bytes([1, 1, 1], [0, 2, 4], [0, -(10**12), 3]), bytes(6))
     for suffix in (".bin", ".idx"):
         (tmp_path / f"x{suffix}").rename(f"beyond{suffix}")
-    write(Path("x"), [[[1, 2]], [[3]]])
+    write_documents(Path("x"), [[[1, 2]], [[3]]])
     Path("x.txt").write_text("a text")
     Path("empty.txt").touch()
     before = sorted(tmp_path.rglob("*"))
@@ -260,41 +248,3 @@ def test_a_tokenizer_of_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture
     assert tokenizer.decode(ids) == text
     assert main([*argv[:3], "--output", str(tmp_path / "b"), "--vocab-size", "99999"]) == 0
     assert "the corpus has no more than that to learn" in capsys.readouterr().out
-
-
-def test_what_a_killed_process_was_writing_is_removed_by_the_next_and_a_living_one_s_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(Path("x"), [[[1, 2]]])
-    code = (
-        "from pathlib import Path; from megapipe.data.tokens.fresh import fresh\n"
-        "with fresh(Path('new[1]')) as working:\n"
-        "    working.with_name(working.name + '.bin').write_bytes(b'12')\n"
-        "    print('writing', flush=True); input()"
-    )
-    Path(".new[1].abc.bin").touch()
-    Path(f".new[1].{'0' * 8}-1-1.bin").touch()
-    others = {path.name for path in tmp_path.iterdir()}
-    run = [sys.executable, "-c", code]
-    with (
-        subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as living,
-        subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as killed,
-    ):
-        for process in (living, killed):
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"writing\n"
-        killed.kill()
-        killed.wait()
-        left = {path.name for path in tmp_path.iterdir()} - others
-        assert len(left) == 2
-        assert main(["merge", "new[1]", "x", "x"]) == 0
-        (still,) = (
-            {path.name for path in tmp_path.iterdir()} - others - {"new[1].bin", "new[1].idx"}
-        )
-        assert f"-{living.pid}-" in still
-        living.kill()
-    Path("new[1].bin").unlink()
-    Path("new[1].idx").unlink()
-    assert main(["merge", "new[1]", "x"]) == 0
-    assert {path.name for path in tmp_path.iterdir()} - others == {"new[1].bin", "new[1].idx"}

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -25,20 +21,6 @@ from megapipe.data_config import DataConfig
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.train.corpus import prepare_on_all
 from tests.unit.train.standing_run import Mesh
-
-MAKES = """
-import sys, time
-from pathlib import Path
-from megapipe.data.prepare.once import make_once
-folder, go = map(Path, sys.argv[1:])
-
-def fill(new):
-    (new / "content").write_text("x" * 1000000)
-    while not go.exists():
-        time.sleep(0.02)
-
-make_once(folder, fill)
-"""
 
 
 def leave(cache: Path, name: str, *, age: float = 0.0, **maker: object) -> Path:
@@ -60,13 +42,6 @@ def make(cache: Path) -> list[str]:
     lines: list[str] = []
     make_once(cache / "new", lambda new: (new / "content").touch(), lines.append)
     return lines
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 DEAD = {"process": 2**22 + 1}
@@ -185,28 +160,3 @@ def test_one_that_is_just_being_begun_with_is_left(
     monkeypatch.setattr(Path, "mkdir", too_late)
     assert make(tmp_path) == []
     assert left.exists()
-
-
-def test_of_two_processes_the_killed_ones_goes_and_the_living_ones_stays(tmp_path: Path) -> None:
-    cache, go = tmp_path / "cache", tmp_path / "go"
-    killed, living = (
-        subprocess.Popen([sys.executable, "-c", MAKES, str(cache / name), str(go)])
-        for name in ("aa", "bb")
-    )
-    try:
-        for name in ("aa", "bb"):
-            attempt = cache / f".{name}.1"
-            wait_for(lambda attempt=attempt: (attempt / "content").exists())
-        killed.send_signal(signal.SIGKILL)
-        killed.wait()
-        lines = make(cache)
-        assert lines == [f"removed 1 folder, 1.0 MB, that killed preparations had left in {cache}"]
-        assert (cache / ".bb.1" / "content").exists()
-        go.touch()
-        assert living.wait(60) == 0
-    finally:
-        for process in (killed, living):
-            process.kill()
-            process.wait()
-    assert sorted(path.name for path in cache.iterdir()) == ["bb", "new"]
-    assert (cache / "bb" / "content").stat().st_size == 1_000_000

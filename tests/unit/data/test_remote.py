@@ -12,28 +12,16 @@ import fsspec
 import numpy as np
 import pytest
 
-from megapipe.cli import parse
 from megapipe.data import remote
-from megapipe.data.commands import main as prepare_data
 from megapipe.data.given import given_tokens
-from megapipe.data.prepare import prepare
 from megapipe.data.prepare.copies import MANIFEST, check_contents
 from megapipe.data.remote import fetched, is_remote
-from megapipe.data.sources import load_sources
 from megapipe.data.stored import crc_of
-from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
-from megapipe.layout.resolve import resolve
-
-TEXTS = {
-    "a/1.txt": b"one",
-    "a/2.jsonl": b'{"text": "two"}\n',
-    "a/deep/3.txt": b"three",
-    "b.txt": b"b",
-}
+from tests.parity.bucket import TEXTS
 
 
 @pytest.fixture
@@ -97,33 +85,6 @@ def test_a_damaged_copy_is_found(tmp_path: Path, store: Any) -> None:
     (one.parents[1] / MANIFEST).write_text("{}")
     with pytest.raises(DataError, match=r"manifest\.json is damaged: remove"):
         fetch(tmp_path, "memory://bucket/b.txt")
-
-
-@pytest.mark.parametrize(
-    ("source", "place"),
-    [
-        ("memory://bucket/a", "deep/3.txt"),
-        ("memory://bucket/b.txt", "b.txt"),
-        ("memory://bucket/**/*.txt", "a/1.txt"),
-    ],
-)
-def test_texts_that_are_damaged_at_the_same_size_are_found_before_they_are_tokenized(
-    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch, source: str, place: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = fetched(DataConfig(source=source, cache="cache", validation_fraction=0))
-    prepare(config, ByteTokenizer(), progress=False)
-    (file,) = tmp_path.glob(f"cache/remote-*/files/{place}")
-    file.write_bytes(b"x" * file.stat().st_size)
-    message = rf"{place} is not as it was fetched: remove cache/remote-\w+ to have it fetched again"
-    with pytest.raises(DataError, match=message):
-        prepare(config, ByteTokenizer(), progress=False)
-    usual = ["--source", source, "--cache", "cache"]
-    assert prepare_data([*usual, "--output", "out"]) == 3
-    assert prepare_data(["tokenizer", *usual, "--vocab-size", "300", "--output", "new"]) == 3
-    file.unlink()
-    with pytest.raises(DataError, match=f"{place}: No such file or directory: remove"):
-        check_contents(config.source)
 
 
 def test_a_token_file_that_is_damaged_at_the_same_size_is_found_when_it_is_read(
@@ -198,28 +159,6 @@ def test_what_cannot_be_fetched_is_one_line(
     assert str(caught.value).startswith(f"data.source={source}: ")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_token_file_and_texts_as_sources_of_a_run(
-    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with TokenWriter(Path("x"), token_type(257), 257) as writer:
-        for _ in range(10):
-            writer.add(np.arange(10))
-    for suffix in ("bin", "idx"):
-        store.pipe(f"/bucket/x.{suffix}", Path(f"x.{suffix}").read_bytes())
-    given = [
-        *("data.mixture.tokens.source=memory://bucket/x", "train.sequence_length=4"),
-        *("data.mixture.texts.source=memory://bucket/a", "data.validation.b=memory://bucket/b.txt"),
-    ]
-    config = resolve(parse(given).config, 1, 257)[0]
-    found = load_sources(config, ByteTokenizer(), progress=False)
-    assert [found.training[name].part("train").positions for name in ("tokens", "texts")] == [
-        range(100),
-        range(len("one") + len("two") + len("three") + 3),
-    ]
-    assert [held_out.name for held_out in found.held_out()] == ["b"]
 
 
 def test_paths_and_names_are_no_urls(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,11 +16,10 @@ from megapipe.data.packing import PackedDataset, Rule, open_packing
 from megapipe.data.stored import Room, StoredArray, StoredFile, array, crc_of, write_checksums
 from megapipe.data.stored.checksums import BLOCK
 from megapipe.data.tokens import TokenFile, TokenWriter
-from megapipe.data.tokens.format import Header, bin_of, idx_of
+from megapipe.data.tokens.format import Header, idx_of
 from megapipe.errors import DataError
+from tests.parity.token_files import ROWS, written
 
-ROWS = 40_000
-"""Of arrays that are tested: several blocks of each."""
 DAMAGED = r"\.(idx|npy) (is damaged|ends at byte|has)"
 
 
@@ -182,17 +178,6 @@ PACKING = ("samples", "starts", "lengths")
 BLEND = ("dataset_index", "dataset_sample_index")
 
 
-def written(prefix: Path, *, checked: bool = True) -> Path:
-    """A token file of documents of four tokens."""
-    with TokenWriter(prefix, np.dtype("<u2")) as writer:
-        writer.write(np.arange(4 * ROWS) % 251)
-        writer.close_documents([4] * ROWS)
-    if checked:
-        write_checksums(bin_of(prefix))
-        write_checksums(idx_of(prefix))
-    return prefix
-
-
 def sampled(name: str, folder: Path, room: Room | None = None) -> Callable[[], object]:
     """Opens what has an array of that name, and reads samples by it; with room it is held."""
     file, cache = TokenFile(folder / "x"), folder / "cache"
@@ -270,29 +255,3 @@ def test_an_old_index_that_names_what_is_not_there(tmp_path: Path, row: list[int
     read = sampled("sample_index", tmp_path)
     with pytest.raises(DataError, match=r"sample_index\.npy is damaged: it has no place for"):
         read()
-
-
-def test_many_files_raise_the_limit_of_open_ones(tmp_path: Path) -> None:
-    written(tmp_path / "x")
-    program = f"""
-import resource
-from pathlib import Path
-from megapipe.data.tokens import TokenFile
-_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
-files = [TokenFile(Path({str(tmp_path / "x")!r})) for _ in range(30)]
-print(sum(len(file) for file in files))
-resource.setrlimit(resource.RLIMIT_NOFILE, (70, 70))
-try:
-    files += [TokenFile(Path({str(tmp_path / "x")!r})) for _ in range(30)]
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 100
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    )
-    first, second = done.stdout.splitlines()
-    assert first == str(30 * ROWS)
-    assert second.startswith("DataError ")
-    assert second.endswith(": Too many open files (70): expected a larger ulimit -Hn on this host")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import combinations, permutations, product
 
@@ -177,26 +175,3 @@ def test_a_pool_serves_a_load_that_comes_and_goes() -> None:
     assert largest_load(migrate(begin, pool, one), one) == 7
     assert largest_load(migrate(begin, pool, two), two) == 7
     assert find_pool(begin, [[1, 1, 1, 1]] * 8, 4) == []
-
-
-DECIDE = """
-from tests.unit.experts.decisions import decisions
-print(decisions())
-"""
-
-
-def test_all_processes_decide_alike() -> None:
-    """Also where the order of sets differs."""
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", DECIDE],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
-        for seed in ("1", "2", "3")
-    }
-    assert len(found) == 1
-    assert "owners" in found.pop()

@@ -1,7 +1,6 @@
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,17 +10,7 @@ from megapipe import cli
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 from megapipe.observe.summary import format_summary, next_commands, read_summary
-
-SUMMARY = {
-    "loss_first": 5.5512,
-    "loss_last": 1.9021,
-    "validation_loss": 1.95,
-    "unigram_entropy": 3.25,
-    "tokens_per_second": 57612.4,
-    "run_folder": "runs/quickstart-1",
-    "steps": 300,
-    "seconds": 142.2,
-}
+from tests.parity.summary import SUMMARY
 
 
 @pytest.fixture
@@ -43,17 +32,6 @@ def test_an_entropy_that_is_not_known_is_not_compared_with(run_folder):
     (run_folder / "summary.json").write_text(json.dumps({**SUMMARY, "unigram_entropy": None}))
     lines = format_summary(read_summary(run_folder)).splitlines()
     assert lines[2] == "validation  1.9500, the corpus' unigram entropy is not known"
-
-
-def test_the_command_prints_it(run_folder):
-    result = subprocess.run(
-        [sys.executable, "-m", "megapipe", "summary", str(run_folder)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout.splitlines()[-1] == "run folder  runs/quickstart-1"
-    assert result.stderr == ""
 
 
 def test_it_ends_with_the_commands_that_go_on_from_the_run(run_folder, monkeypatch):
@@ -98,17 +76,6 @@ def test_it_goes_on_from_the_last_start_and_its_newest_checkpoint(tmp_path, reac
             (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
     words = shlex.split(next_commands(tmp_path)["to go on"])
     assert words[words.index("train") + 1 :] == [str(tmp_path / names[-1]), *further]
-
-
-def test_a_folder_without_a_summary_is_one_line(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "megapipe", "summary", str(tmp_path)],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == ConfigError.exit_code
-    assert result.stderr.startswith(f"megapipe: error: {tmp_path}/summary.json: No such file")
-    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

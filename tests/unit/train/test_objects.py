@@ -17,6 +17,8 @@ from megapipe.optim.rules import Declaration, Elementwise, Part
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from tests.unit.train.objects import Counting, layers, settings
 
+pytestmark = pytest.mark.usefixtures("without_git")
+
 
 def squares(output: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     picked = output.gather(-1, labels.unsqueeze(-1)).squeeze(-1)

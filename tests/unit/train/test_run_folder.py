@@ -17,6 +17,8 @@ from megapipe.errors import ConfigError
 from megapipe.train import run_folder
 from tests.unit.train.standing_run import Mesh
 
+pytestmark = pytest.mark.usefixtures("without_git")
+
 
 def take(folder: Path) -> run_folder.RunFolder:
     return run_folder.take(folder, cast(ParallelMesh, Mesh(0)), local_rank=0)

@@ -6,10 +6,14 @@ import gc
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 import megapipe
 from megapipe.train.callbacks import Callback, Run, Step
 from megapipe.train.callbacks.saving import Clock
 from tests.unit.train.objects import Counting, layers, settings
+
+pytestmark = pytest.mark.usefixtures("without_git")
 
 
 class Collections(Callback):

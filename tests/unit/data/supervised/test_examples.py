@@ -7,42 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megapipe.data.supervised import Examples, prepare_examples
+from megapipe.data.supervised import prepare_examples
 from megapipe.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megapipe.data.tokenizer.hugging_face import of_transformers
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from tests.parity import chats
 from tests.parity.chats import CHATML, FORGETFUL, LLAMA, MARKED, conversation
+from tests.parity.supervised_rows import chat, in_other_files, rows_of_all_sizes, settings, stored
 
 BYTE = ByteTokenizer()
 TALK = conversation("!Be kind.", "Hi", "Hello", "Bye", " So long ")
-
-
-def settings(
-    folder: Path, rows: list[Any], template: str | None = None, **given: Any
-) -> DataConfig:
-    lines = [json.dumps(row) for row in rows]
-    (folder / "rows.jsonl").write_text("\n".join(lines))
-    if template is not None:
-        (folder / "chat.jinja").write_text(template)
-        given["chat_template"] = str(folder / "chat.jinja")
-    usual = {"source": str(folder / "rows.jsonl"), "cache": str(folder / "cache")}
-    usual |= {"samples": "supervised", "validation_fraction": 0}
-    return DataConfig(**{**usual, **given})
-
-
-def stored(examples: Examples, vocab_size: int) -> list[tuple[list[int], list[bool]]]:
-    """Ids of each example, and which of them are labels."""
-    part = examples.part("train")
-    assert part is not None
-    tokens = part.file.tokens[:].astype(int)
-    each = np.split(tokens, np.cumsum(part.file.lengths[:])[:-1])
-    return [((t % vocab_size).tolist(), (t < vocab_size).tolist()) for t in each]
 
 
 def shown(folder: Path, rows: list[Any], template: str | None = None, **given: Any) -> list[str]:
@@ -56,10 +33,6 @@ def shown(folder: Path, rows: list[Any], template: str | None = None, **given: A
             parts.append(b"|" if token == 256 else bytes([token]))
         found.append(b"".join([*parts, b"]" if labels[-1] else b""]).decode())
     return found
-
-
-def chat(*texts: str) -> dict[str, Any]:
-    return {"messages": conversation(*texts)}
 
 
 @pytest.mark.parametrize(
@@ -204,20 +177,6 @@ def test_a_tokenizer_file_and_tiktoken_write_chats_too(tmp_path: Path) -> None:
         assert labels == [False] * (len(ids) - len(counted)) + [True] * len(counted)
 
 
-def rows_of_all_sizes() -> list[Any]:
-    return [chat(f"question {i} " * (i % 5), f"answer {i}") for i in range(40)]
-
-
-def in_other_files(config: DataConfig, folder: Path, *names: str) -> None:
-    """The examples of `config`, which are stored, are the same in files of other forms."""
-    right = stored(prepare_examples(config, BYTE, progress=False), 257)
-    assert len(right) == 40
-    for name in names:
-        places = {"source": str(folder / name), "cache": str(folder / f"cache of {name}")}
-        other = config.model_copy(update=places)
-        assert stored(prepare_examples(other, BYTE, progress=False), 257) == right, name
-
-
 def test_files_of_other_forms(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -228,27 +187,6 @@ def test_files_of_other_forms(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(Path(config.source).read_bytes()))
     in_other_files(config, tmp_path, "rows.parquet", "rows.json", "rows.jsonl.gz")
-
-
-@pytest.mark.full
-def test_several_processes_and_saved_data_sets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-
-    from megapipe.data.corpus import dividing
-
-    rows = rows_of_all_sizes()
-    config = settings(tmp_path, rows, CHATML, workers=2)
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    in_other_files(config, tmp_path, "saved")
-    for name, value in (("PART", 600), ("MOST_PARTS", 10**6)):
-        monkeypatch.setattr(dividing, name, value)
-    assert len([*dividing.parts(config)]) > 5
-    in_other_files(config, tmp_path, "rows.jsonl")
-    config = settings(tmp_path, [*rows[:35], chat("a question alone"), *rows], CHATML, workers=2)
-    with pytest.raises(DataError, match=r"rows\.jsonl: line 36: .* has no message of role 'assis"):
-        prepare_examples(config, BYTE, progress=False)
 
 
 def test_the_digest_follows_what_decides_labels(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""The import rule of docs/design.md, tried out in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.parity.package_files import ADAPTERS, FILES, KERNELS, OPTIONAL, inside
+
+WITHOUT_TORCH = (
+    "megapipe.schedule",
+    "megapipe.context",
+    "megapipe.experts",
+    "megapipe.plan",
+    "megapipe.config",
+    "megapipe.cli",
+    "megapipe.dtypes",
+    "megapipe.errors",
+    "megapipe.keys",
+    "megapipe.layers.policy",
+    "megapipe.layout",
+    "megapipe.section",
+    "megapipe.strict_yaml",
+    "megapipe.update_rules",
+    *(f"megapipe.model.{name}" for name in ("partition", "tape")),
+    *(f"megapipe.model.gpt.{name}" for name in ("config", "parameters", "flops")),
+    *(f"megapipe.model.gpt.{name}" for name in ("saved", "workspace", "unfused")),
+    *(f"megapipe.model.gpt.hf.{name}" for name in ("config", "parts", "table")),
+    "megapipe.train.job",
+    "megapipe.train.objects",  # both load torch once they know the configuration
+    "megapipe.launch.rendezvous",
+    "megapipe.watch",
+)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_configuration_schedules_and_plans_load_no_torch() -> None:
+    names = [name.removesuffix(".__init__") for name in FILES if inside(name, WITHOUT_TORCH)]
+    assert len(names) > len(WITHOUT_TORCH)
+    code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
+    loaded = run_python(code + "print(*sys.modules)").split()
+    assert set(names) <= set(loaded)
+    heavy = {"torch", "transformers", "datasets", "matplotlib", "rich", "ortools", "wandb"}
+    assert not heavy & set(loaded)
+
+
+@pytest.mark.full
+def test_everything_imports_without_the_optional_packages() -> None:
+    """As where they are not installed."""
+    names = [name.removesuffix(".__init__") for name in FILES if name not in ADAPTERS]
+    blocked = [*OPTIONAL[:2], *OPTIONAL[3:], *KERNELS]
+    code = (
+        f"import importlib, sys\nsys.modules.update(dict.fromkeys({blocked}))\n"
+        f"for name in {names}: importlib.import_module(name)\nprint('done')"
+    )
+    assert run_python(code) == "done\n"

@@ -1,0 +1,23 @@
+"""The programs of benchmarks/."""
+
+from __future__ import annotations
+
+from tests.parity.jobs import ROOT
+
+SHARED = (
+    "by_autograd.py",
+    "common.py",
+    "corpus.py",
+    "deepspeed_peer.py",
+    "fake_world.py",
+    "lasting.py",
+    "megatron_peer.py",
+    "model_memory.py",
+    "peer_row.py",
+    "pipelines.py",
+    "plain_gpt.py",
+    "slow_link.py",
+    "token_indices.py",
+    "turns.py",
+)
+BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)

@@ -1,0 +1,12 @@
+"""A folder beside a run, with a file, that no run writes to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MINE = "what the owner of the run alone may change"
+
+
+def untouched(outside: Path) -> bool:
+    return os.listdir(outside) == ["file"] and (outside / "file").read_text() == MINE

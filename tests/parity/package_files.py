@@ -1,0 +1,22 @@
+"""The files of the package, and the packages that not everybody has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megapipe
+
+PACKAGE = Path(megapipe.__file__).parent
+FILES = {
+    path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", "."): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+"""Dotted name (a package's ends in ``.__init__``) -> file."""
+OPTIONAL = ("wandb", "tensorboard", "torch.utils.tensorboard", "datasets", "transformers")
+KERNELS = ("apex", "flash_attn", "liger_kernel")
+ADAPTERS = ("megapipe.evaluate.harness",)
+"""Each derives from a class of an optional package, and is imported where that is asked for."""
+
+
+def inside(name: str, roots: tuple[str, ...]) -> bool:
+    return any(name == root or name.startswith(root + ".") for root in roots)

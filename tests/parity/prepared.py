@@ -1,0 +1,28 @@
+"""What a preparation has made, and a tokenizer that is not to be asked."""
+
+from typing import Any
+
+import numpy as np
+
+from megapipe.data.prepare import Prepared
+from megapipe.data.tokenizer import ByteTokenizer, TokenIds
+from megapipe.data.tokens import TokenFile
+
+
+class Barred(ByteTokenizer):
+    """A tokenizer that the cache should make unnecessary."""
+
+    def encode_batch(self, texts: Any) -> list[TokenIds]:
+        raise AssertionError("tokenized again")
+
+
+def texts_of(prepared: Prepared, split: str) -> list[str]:
+    """The documents of a split, taken back from its token file."""
+    tokens = TokenFile(prepared.folder / split).tokens[:]
+    assert tokens[-1] == 256
+    ends = np.flatnonzero(tokens == 256)
+    starts = [0, *(ends[:-1] + 1)]
+    return [
+        ByteTokenizer().decode(tokens[start:end].tolist())
+        for start, end in zip(starts, ends, strict=True)
+    ]
