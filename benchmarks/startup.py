@@ -1,7 +1,7 @@
 """What starting costs: ``python benchmarks/startup.py``.
 
 Fresh interpreters import torch, and the trainer, which imports torch too. Compared are the least
-processor times of several rounds. What must not be loaded is in ``tests/unit/test_startup.py``.
+processor times of several rounds. What must not be loaded is in ``tests/dist/test_startup.py``.
 
 And a job of eight processes does one step of a toy, started by ``python -m megapipe.launch`` and by
 torchrun: processor time and time of both, from the command to its end, in turns.

@@ -5,9 +5,13 @@ from __future__ import annotations
 SCHEDULE, GENERATORS = "tests/unit/schedule/test_", "tests/unit/schedule/generators/test_"
 PROOF, TIMING = "tests/unit/schedule/proof/test_", "tests/unit/schedule/timing/test_"
 ENGINE, MODEL = "tests/unit/engine/test_", "tests/unit/model/test_"
-GLOO, LAYER_UNITS = "tests/unit/distributed/test_gloo.py", "tests/unit/layers/test_"
+GLOO, LAYER_UNITS = "tests/dist/distributed/test_gloo.py", "tests/unit/layers/test_"
 OPTIM, DIST = "tests/unit/optim/test_", "tests/dist/test_"
-EXECUTED = (f"{ENGINE}executor.py", f"{ENGINE}executor_pieces.py", f"{ENGINE}stage.py")
+ENGINES, OPTIMIZERS = "tests/dist/engine/test_", "tests/dist/optim/test_"
+EXECUTED = (
+    *(f"{ENGINE}{name}.py" for name in ("executor", "executor_pieces", "stage")),
+    f"{ENGINES}executor.py",
+)
 LAYERS = (f"{DIST}tensor_parallel.py",)
 PARITY = (f"{DIST}parity.py::test_some_pairs[1]", f"{DIST}parity.py::test_some_pairs[2]")
 STREAMS = (
@@ -55,7 +59,7 @@ SUITES: dict[str, Groups] = {
     ),
     "engine/executor.py": (
         EXECUTED,
-        (f"{ENGINE}recorder.py", f"{ENGINE}channels.py"),
+        (f"{ENGINE}recorder.py", f"{ENGINE}channels.py", f"{ENGINES}channels.py"),
         FAULTLESS,
         (f"{DIST}post_validation.py",),
     ),
@@ -67,7 +71,7 @@ SUITES: dict[str, Groups] = {
         WINDOWS,
     ),
     "engine/channels.py": (
-        (f"{ENGINE}channels.py",),
+        (f"{ENGINE}channels.py", f"{ENGINES}channels.py"),
         EXECUTED,
         FAULTLESS,
         (f"{DIST}odd_sizes.py",),
@@ -93,7 +97,7 @@ SUITES: dict[str, Groups] = {
         (f"{ENGINE}recorder.py", f"{ENGINE}executor_pieces.py"),
         (f"{DIST}stream_timeline.py",),
     ),
-    "engine/shares.py": ((f"{ENGINE}shares.py",), FAULTLESS),
+    "engine/shares.py": ((f"{ENGINES}shares.py",), FAULTLESS),
     "engine/tuple_stage.py": (("tests/unit/library/test_pipeline.py",), (f"{DIST}own_family.py",)),
     "context/documents.py": (PLANS, RINGS, OVER_POSITIONS),
     "context/entries.py": (PLANS, RINGS),
@@ -182,7 +186,7 @@ SUITES: dict[str, Groups] = {
         FAULTLESS,
     ),
     "distributed/collectives.py": (
-        (GLOO, f"{OPTIM}reduction.py", *LAYERS),
+        (GLOO, f"{OPTIMIZERS}reduction.py", *LAYERS),
         (f"{DIST}mesh_groups.py", f"{DIST}rules.py"),
         (f"{DIST}zero.py", "tests/fake_cuda/test_staged.py"),
     ),
@@ -194,12 +198,12 @@ SUITES: dict[str, Groups] = {
     ),
     "optim/buffers.py": (
         (f"{OPTIM}buffers.py", f"{OPTIM}optimizer.py"),
-        (f"{DIST}zero_step.py", f"{DIST}rules.py"),
+        (f"{OPTIMIZERS}optimizer.py", f"{DIST}zero_step.py", f"{DIST}rules.py"),
         PARITY,
     ),
     "optim/migration.py": ((f"{OPTIM}migration.py",), (f"{DIST}migration.py",)),
     "optim/optimizer.py": (
-        (f"{OPTIM}optimizer.py", f"{OPTIM}finite.py"),
+        (f"{OPTIM}optimizer.py", f"{OPTIM}finite.py", f"{OPTIMIZERS}optimizer.py"),
         (f"{DIST}zero_step.py", f"{DIST}rules.py"),
         (f"{DIST}post_validation.py", f"{DIST}look_ahead.py"),
         (f"{DIST}stream_faults.py",),
@@ -212,7 +216,8 @@ SUITES: dict[str, Groups] = {
     ),
     "optim/versions.py": ((f"{OPTIM}versions.py",), (f"{DIST}stream_faults.py",), WINDOWS),
     "optim/shard.py": (
-        (f"{OPTIM}shard.py", f"{OPTIM}optimizer.py", f"{OPTIM}buffers.py", f"{OPTIM}reduction.py"),
+        (f"{OPTIM}shard.py", f"{OPTIM}optimizer.py", f"{OPTIM}buffers.py"),
+        (f"{OPTIMIZERS}optimizer.py", f"{OPTIMIZERS}reduction.py"),
         (f"{DIST}zero_step.py", f"{DIST}zero.py"),
         PARITY,
     ),
@@ -220,6 +225,6 @@ SUITES: dict[str, Groups] = {
     "optim/velocity.py": ((f"{OPTIM}velocity.py",), (f"{DIST}stream_faults.py",)),
     "optim/checksum.py": ((f"{OPTIM}checksum.py",),),
     "optim/copies.py": ((f"{DIST}copies.py",),),
-    "optim/reduction.py": ((f"{OPTIM}reduction.py",), (f"{DIST}zero_step.py",), PARITY),
+    "optim/reduction.py": ((f"{OPTIMIZERS}reduction.py",), (f"{DIST}zero_step.py",), PARITY),
 }
 """By file below megapipe/. A mutant goes through the groups until one of them fails."""

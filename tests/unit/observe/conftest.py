@@ -1,5 +1,5 @@
-"""Fixtures of what several files here observe."""
+"""A fixture of several files here."""
 
-from tests.parity.observed import make_record, wandb_home
+from tests.parity.observed import make_record
 
-__all__ = ["make_record", "wandb_home"]
+__all__ = ["make_record"]
