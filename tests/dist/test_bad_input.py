@@ -168,11 +168,10 @@ def test_a_key_that_only_one_rank_has_wrong_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_disagree(tmp_path: Path) -> None:
-    good = arguments(tiny(tmp_path))
-    with Job(tmp_path) as job:
-        job.ranks(2, {0: good, 1: [*good, "optimizer.lr=0.5", "run.seed=3"]})
-        words = ("optimizer.lr is 0.0003 on rank 0 but 0.5 on rank 1", "run.seed is 1234", "3 on")
-        job.end().assert_one_line(4, "the ranks disagree", *words)
+    other = ["optimizer.lr=0.5", "run.seed=3"]
+    outcome = run_forked(tmp_path, 2, *arguments(tiny(tmp_path)), last=other)
+    words = ("optimizer.lr is 0.0003 on rank 0 but 0.5 on rank 1", "run.seed is 1234", "3 on")
+    outcome.assert_one_line(4, "the ranks disagree", *words)
 
 
 @in_parts(

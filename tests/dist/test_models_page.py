@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.parity.jobs import ROOT, Outcome, arguments, tiny
-from tests.parity.launches import run_forked
+from tests.parity.launches import fork_script, run_forked
 
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r'^```python\n("""(?P<name>\w+)\.py: .*?)^```$', PAGE, re.M | re.S))
@@ -71,12 +69,10 @@ def test_a_level_trains_goes_on_and_generates(
     outcome = train(folder, world, "cut", source, *overrides)
     assert "resumed from" in outcome.text
     assert losses(folder, "cut") == pytest.approx(losses(folder, "alone"), rel=1e-10)
-    command = [sys.executable, str(ROOT / "scripts/generate.py"), "runs/cut", "--prompt", "the cat"]
-    found = subprocess.run(
-        [*command, "--tokens", "5"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("the cat")
+    argv = ["runs/cut", "--prompt", "the cat", "--tokens", "5"]
+    found = fork_script(folder, "scripts/generate.py", *argv)
+    assert found.code == 0, found.err
+    assert found.out.startswith("the cat")
 
 
 @pytest.mark.slow

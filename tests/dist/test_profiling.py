@@ -20,7 +20,8 @@ from megapipe.schedule.program import Do
 from megapipe.testing import World, run_world
 from megapipe.train.garbage import Garbage
 from megapipe.train.step import TrainStep
-from tests.parity.jobs import ROOT, Job, arguments, free_port, tiny
+from tests.parity.jobs import ROOT, arguments, tiny
+from tests.parity.launches import run_forked
 from tests.parity.ranks import Case, Rows, configure
 
 BROKEN = """
@@ -43,10 +44,7 @@ main(sys.argv[1:])
 def test_the_profile_of_a_step_has_every_operation_of_every_rank(tmp_path: Path) -> None:
     """With a timeline of the same step."""
     watched = {"log.profile": "[2]", "log.timeline": "[2]", "parallel.pp": "2"}
-    given = arguments({**tiny(tmp_path), **watched})
-    with Job(tmp_path) as job:
-        job.ranks(2, {0: given, 1: given})
-        outcome = job.end()
+    outcome = run_forked(tmp_path, 2, *arguments({**tiny(tmp_path), **watched}))
     assert outcome.codes == [0, 0], outcome.text
     assert "USDT" not in outcome.text
     (line,) = [line for line in outcome.text.splitlines() if "profile of step 2" in line]
@@ -73,11 +71,7 @@ def test_a_device_without_memory_leaves_the_plan_and_one_line(tmp_path: Path) ->
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.format(root=str(ROOT)))
     given = arguments({**tiny(tmp_path), "parallel.pp": "2"})
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with Job(tmp_path) as job:
-        for rank in range(2):
-            job.start([str(script), *given], {**common, "RANK": str(rank)})
-        outcome = job.end()
+    outcome = run_forked(tmp_path, 2, *given, script=str(script))
     folder = tmp_path / "runs/run/out_of_memory"
     words = (
         "rank 1 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB: the plan counts ",

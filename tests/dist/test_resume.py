@@ -280,10 +280,8 @@ def test_generation_computes_what_the_reference_does(case: str, tmp_path: Path) 
     expected = reference.logits(params, config, torch.tensor([ids]))[0, -1, :VOCABULARY]
     logits = Generator(model).read([ids], room=1).logits()[0, :VOCABULARY]
     assert torch.allclose(logits, expected, rtol=0, atol=1e-5)
-    with Job(tmp_path) as job:
-        text = ["--prompt", "the cat", "--tokens", "5", "--temperature", "0"]
-        job.start(["scripts/generate.py", str(folder), *text])
-        outcome = job.end()
+    text = ["--prompt", "the cat", "--tokens", "5", "--temperature", "0"]
+    outcome = run_forked(tmp_path, 1, str(folder), *text, script="scripts/generate.py")
     assert outcome.codes == [0]
     assert outcome.text.startswith("the cat")
 
@@ -291,9 +289,7 @@ def test_generation_computes_what_the_reference_does(case: str, tmp_path: Path) 
 def test_the_run_folder_tells_what_ran(tmp_path: Path) -> None:
     """Reports switched on, no account, no network."""
     given = {**tiny(tmp_path), "log.tensorboard": "true", "log.wandb": "offline"}
-    with Job(tmp_path) as job:
-        job.start(["train.py", *arguments(given)])
-        outcome = job.end()
+    outcome = run_forked(tmp_path, 1, *arguments(given))
     assert outcome.codes == [0], outcome.text
     assert "does not take records" not in outcome.text
     folder = tmp_path / "runs/run"

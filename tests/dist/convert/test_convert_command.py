@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,6 @@ import torch
 
 from tests.parity.both_ways import change_json, write_both_ways
 from tests.parity.converted import state_of
-from tests.parity.jobs import ROOT
 from tests.parity.launches import fork_script
 
 
@@ -22,22 +18,12 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_both_ways(tmp_path)
 
 
-def launched(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts/convert.py"), *argv],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 @pytest.mark.full
 def test_the_script_itself(given: Path) -> None:
-    done = launched(given, "megapipe-to-hf", "run", "new", "--dtype", "bf16")
-    assert (done.returncode, done.stdout) == (0, "new: step 3 of run/checkpoints/step-00000003\n")
-    assert done.stderr.startswith("megapipe: model.safetensors: 21 tensors")
+    argv = ["megapipe-to-hf", "run", "new", "--dtype", "bf16"]
+    done = fork_script(given, "scripts/convert.py", *argv)
+    assert (done.code, done.out) == (0, "new: step 3 of run/checkpoints/step-00000003\n")
+    assert done.err.startswith("megapipe: model.safetensors: 21 tensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in state_of(given / "new").values())
     change_json(given / "hf/config.json", model_type="opt")
     for argv, code in (
