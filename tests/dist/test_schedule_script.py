@@ -9,6 +9,7 @@ import pytest
 
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import head_flops, layer_flops
+from tests.parity.launches import Ended, fork_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--ranks", "4", "--microbatches", "8")
@@ -49,21 +50,19 @@ def test_costs_of_a_configuration(tmp_path):
     """The stages of its model, shared out for each schedule: 6 layers and a head of three."""
     path = tmp_path / "model.yaml"
     path.write_text("model: {layers: 6, vocab_size: 6144}\nparallel: {pp: 2}\n")
-    script = [sys.executable, "scripts/schedule.py"]
     comparison = ["compare", "gpipe", "hanayo", "--ranks", "3", "--microbatches", "1"]
 
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        words = [*script, *command, "--config", str(path)]
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    def run(*command: str) -> Ended:
+        return fork_script(tmp_path, "scripts/schedule.py", *command, "--config", str(path))
 
     done = run(*comparison, "--json")
-    assert done.stderr == ""
-    told = {row["schedule"]: row["makespan"] for row in json.loads(done.stdout)}
+    assert done.err == ""
+    told = {row["schedule"]: row["makespan"] for row in json.loads(done.out)}
     model = ModelConfig(layers=6).resolved(vocab_size=6144, sequence_length=256)
     layer = layer_flops(model, 256)
     assert told["gpipe"] == pytest.approx((18 * layer + 3 * head_flops(model)) / layer)
     assert told["hanayo"] == pytest.approx(told["gpipe"])
     taken = run(*comparison, "--cost", "F=2")
-    assert (taken.returncode, taken.stdout) == (2, "")
-    assert f"argument --cost: F is in {path} already" in taken.stderr
-    assert len(taken.stderr.splitlines()) == 1
+    assert (taken.code, taken.out) == (2, "")
+    assert f"argument --cost: F is in {path} already" in taken.err
+    assert len(taken.err.splitlines()) == 1
