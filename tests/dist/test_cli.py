@@ -1,4 +1,4 @@
-"""What the command line loads before it knows the configuration."""
+"""Modules that the command line loads before it knows the configuration."""
 
 import subprocess
 import sys

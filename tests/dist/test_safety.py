@@ -1,4 +1,4 @@
-"""What the files and the processes of a job show to others."""
+"""Files and processes of a job, and what they show to others."""
 
 from __future__ import annotations
 

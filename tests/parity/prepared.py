@@ -1,4 +1,4 @@
-"""What a preparation has made, and a tokenizer that is not to be asked."""
+"""Texts of a prepared corpus, and a tokenizer that is not to be asked."""
 
 from typing import Any
 

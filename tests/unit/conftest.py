@@ -1,4 +1,4 @@
-"""What several files of unit tests use, and what holds that they start no processes."""
+"""Fixtures of several unit tests, and one that refuses every process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STARTS: tuple[tuple[Any, str], ...] = (
     (util, "spawnv_passfds"),
     *((os, name) for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
 )
-"""What starts a process, whoever calls it."""
+"""Functions that start a process, whoever calls them."""
 
 platform.platform()  # starts `uname` when it is first asked
 

@@ -1,4 +1,4 @@
-"""Benchmarks run at toy size and keep to their form; no timing is asserted."""
+"""The parts of benchmarks, and the form that they keep to; no timing is asserted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What docs/CONTRIBUTING.md and the pages for newcomers name exists, and what they show works;
-links of all documents lead somewhere."""
+"""Names in docs/CONTRIBUTING.md and in the pages for newcomers exist; links of all documents lead
+somewhere."""
 
 from __future__ import annotations
 

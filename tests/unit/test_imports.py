@@ -1,4 +1,4 @@
-"""The import rule of docs/design.md, read from the source and tried out."""
+"""The import rule of docs/design.md, read from the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of what several files here read."""
+"""Fixtures of several files here."""
 
 from tests.parity.text_folders import bpe_file, folder_config, open_folder, text_folder
 

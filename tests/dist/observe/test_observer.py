@@ -1,4 +1,4 @@
-"""What sinks load, and Weights & Biases, which starts a process of its own."""
+"""Modules that sinks load, and Weights & Biases, which starts a process of its own."""
 
 import socket
 import subprocess

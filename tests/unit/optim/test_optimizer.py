@@ -1,4 +1,4 @@
-"""ZeRO-0 and ZeRO-1 are the same arithmetic; slices, clipping, weight decay, resuming."""
+"""The update of one process: clipping, weight decay, full precision."""
 
 from __future__ import annotations
 
