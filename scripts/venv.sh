@@ -3,7 +3,7 @@
 # .venv there. A missing one is made, an outdated one is brought up to date in place, and one that
 # is damaged (an install that was cut short, files that are gone) is made anew.
 #
-#   PYTHON=python3.12      the interpreter to make it with; default: python3, 3.10 or newer
+#   PYTHON=python3.12      the interpreter to make it with; default: python3, 3.11 or newer
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 #                          takes the small build of torch that has no CUDA
 
@@ -48,9 +48,9 @@ venv_is_wanted() {
 venv_create() {
   local python=${PYTHON:-python3}
   command -v "$python" >/dev/null ||
-    venv_die "$python is not on this machine; install Python 3.10 or newer, or set PYTHON to one"
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-    venv_die "$python is $("$python" -V 2>&1); set PYTHON to Python 3.10 or newer"
+    venv_die "$python is not on this machine; install Python 3.11 or newer, or set PYTHON to one"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    venv_die "$python is $("$python" -V 2>&1); set PYTHON to Python 3.11 or newer"
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     venv_die "$python lacks its venv module (on Debian and Ubuntu: apt install python3-venv)"
   "$python" -m venv --clear .venv

@@ -77,7 +77,7 @@ def environment(device: torch.device, command: str) -> list[tuple[str, str]]:
     versions = {name: number for name, number in found["versions"].items() if number}
     git = found["git"]
     lines = [
-        ("date", datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")),
+        ("date", datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")),
         ("command", f"`{command}`"),
         ("device", platform.processor() or platform.machine()),
         ("versions", ", ".join(f"{name} {number}" for name, number in versions.items())),

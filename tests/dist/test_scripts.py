@@ -310,8 +310,8 @@ WITHOUT_VENV = (
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (None, "is not on this machine; install Python 3.10 or newer, or set PYTHON to one"),
-        (OLD, "is Python 3.9.2; set PYTHON to Python 3.10 or newer"),
+        (None, "is not on this machine; install Python 3.11 or newer, or set PYTHON to one"),
+        (OLD, "is Python 3.9.2; set PYTHON to Python 3.11 or newer"),
         (WITHOUT_VENV.format(sys.executable), "lacks its venv module (on Debian and Ubuntu: "),
     ],
 )

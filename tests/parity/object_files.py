@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 import uuid
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -84,7 +84,7 @@ class ObjectFileSystem(AbstractFileSystem):
         }
 
     def modified(self, path: str) -> datetime:
-        return datetime.fromtimestamp(self.info(path)["written"], timezone.utc)
+        return datetime.fromtimestamp(self.info(path)["written"], UTC)
 
     def invalidate_cache(self, path: str | None = None) -> None:
         self.dircache.clear()

@@ -1,0 +1,82 @@
+"""Commands that a run of tests starts: none of them outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+Condition = Callable[[], bool]
+POLL_S = 0.1
+PATIENCE_S = 30.0
+"""Seconds that an interrupted command has to end its own processes."""
+
+
+def never() -> bool:
+    """The condition that does not come true."""
+    return False
+
+
+def run(module: str, *arguments: str, until: Condition = never) -> int:
+    """Run `python -m MODULE ARGUMENTS` to its end, or until a condition holds; return its code."""
+    with _started([sys.executable, "-m", module, *arguments]) as process:
+        while process.poll() is None:
+            if until():
+                process.send_signal(signal.SIGINT)
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_S)
+    return process.returncode
+
+
+@contextlib.contextmanager
+def _started(
+    command: Sequence[str], output: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command that has ended when the block has: Ctrl-C reaches it too."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=output, stderr=None if output is None else subprocess.STDOUT
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE_S)
+        process.kill()
+        process.wait()
+
+
+class Types:
+    """mypy, beside the tests: one core's work for a minute."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
+        self._process = process
+        self._output = output
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls) -> Iterator[Types]:
+        """Start it; it is stopped with the block."""
+        with (
+            tempfile.NamedTemporaryFile(prefix="mypy-") as output,
+            _started([sys.executable, "-m", "mypy"], output.fileno()) as process,
+        ):
+            try:
+                yield cls(process, Path(output.name))
+            finally:
+                process.terminate()
+
+    def failed(self) -> bool:
+        """Whether it has ended with errors."""
+        return self._process.poll() not in (None, 0)
+
+    def end(self) -> bool:
+        """Wait for its end, print its output, and return whether types are right."""
+        code = self._process.wait()
+        print(self._output.read_text(), end="", flush=True)
+        return code == 0

@@ -1,0 +1,131 @@
+"""A whole run: what most often fails comes first, what load could break comes last.
+
+1. Lint, imports under the lowest Python and links of the documents, with types beside all that
+   follows. A failure ends the run; if types fail, it ends there and then.
+2. The tests on three workers, those of changed files first.
+3. The tests marked `deadline`, one after the other with nothing beside them.
+4. What has failed, once more, alone: this shows whether it fails again, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from tests.running import lowest_python, processes
+from tests.running.processes import ROOT, Types
+from tests.running.record import Record, WholeRun, pytest_recorded
+from tests.running.revision import changed_tests, commit
+
+DEFAULT = "not slow and not gpu and not full"
+FULL = "not slow and not gpu"
+WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--durations=30")
+"""A file's worlds and fixtures are one worker's. There are three for two cores, as one often waits
+for a deadline, and they start files in the order in which these are collected: the long ones, of
+several processes, come first."""
+LINKS = ("-q", "-k", "links", "tests/unit/test_docs.py", "tests/unit/test_guides.py")
+MOST_AGAIN = 20
+"""How many failed tests are run once more."""
+OTHER_SYSTEMS = (
+    *("megatron-core==0.16.1", "peft==0.21.2", "lm_eval==0.4.13"),
+    # what the last two need to be imported
+    *("accelerate==1.15.0", "colorama==0.4.6", "lxml==6.0.2", "portalocker==4.4.2"),
+    *("sacrebleu==2.5.1", "tabulate==0.10.0"),
+)
+PASSED, NOTHING_SELECTED = 0, 5
+"""Exit codes of pytest."""
+
+
+class Phases:
+    """The phases of a run: the seconds of each, and which failed."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._failed: list[str] = []
+
+    def run(self, name: str, passes: Callable[[], bool]) -> bool:
+        """Run a phase and return whether it passed."""
+        began = time.monotonic()
+        passed = passes()
+        self.seconds[name] = time.monotonic() - began
+        if not passed:
+            self._failed.append(name)
+        return passed
+
+    def end(self) -> int:
+        """Print all phases, and return the exit code of the run."""
+        for name, seconds in self.seconds.items():
+            outcome = "failed" if name in self._failed else "passed"
+            print(f"{name:<14} {seconds:7.1f} s  {outcome}", flush=True)
+        return int(bool(self._failed))
+
+
+def run_all(*, full: bool, pytest_options: Sequence[str]) -> int:
+    """Run lint, types and all tests of a tier; return the exit code."""
+    phases = Phases()
+    with Types.started() as types:
+        if (
+            phases.run("lint", lint)
+            and phases.run("lowest Python", lowest_python.check)
+            and phases.run("links", lambda: processes.run("pytest", *LINKS) == PASSED)
+        ):
+            if full:
+                install_other_systems()
+            _run_tests(phases, types, full, pytest_options)
+            phases.run("types", types.end)
+    return phases.end()
+
+
+def run_some(arguments: Sequence[str], *, full: bool) -> int:
+    """Run lint, and then pytest with these arguments in one process, beside types."""
+    with Types.started() as types:
+        if not lint():
+            return 1
+        if full:
+            install_other_systems()
+        code = processes.run("pytest", *arguments)
+        return code if types.end() else code or 1
+
+
+def lint() -> bool:
+    """Whether all files pass ruff and are formatted by it."""
+    return all(processes.run("ruff", *how, ".") == 0 for how in (["check"], ["format", "--check"]))
+
+
+def install_other_systems() -> None:
+    """Install what tests/external compares with."""
+    options = ("--disable-pip-version-check", "install", "-q", "--no-deps")
+    if processes.run("pip", *options, *OTHER_SYSTEMS) != 0:
+        left_out = "other systems cannot be installed: most of tests/external is left out"
+        print(left_out, file=sys.stderr, flush=True)
+
+
+def _run_tests(phases: Phases, types: Types, full: bool, options: Sequence[str]) -> None:
+    """Run the tests of a tier, unless types fail before they end, and keep the record."""
+    record, marks = Record(), FULL if full else DEFAULT
+
+    def passes(marks: str, *arguments: str) -> bool:
+        given = ("-m", marks, *arguments, *options)
+        code, recorded = pytest_recorded(*given, until=types.failed)
+        record.add(recorded)
+        return code in (PASSED, NOTHING_SELECTED)
+
+    first = [word for name in changed_tests() for word in ("--first", name)]
+    phases.run("tests", lambda: passes(f"{marks} and not deadline", *WORKERS, *first))
+    if not types.failed():
+        phases.run("deadlines", lambda: passes(f"{marks} and deadline", *files_with_deadlines()))
+    if types.failed():
+        return
+    tier = "scripts/test.sh --full" if full else "scripts/test.sh"
+    WholeRun(tier, commit(), phases.seconds, record).save()
+    if failed := record.failed[:MOST_AGAIN]:
+        print("once more, alone, to show what fails again; the run has failed:", *failed, sep="\n")
+        again = ("-m", marks, *failed, *options)
+        phases.run("once more", lambda: processes.run("pytest", *again, until=types.failed) == 0)
+
+
+def files_with_deadlines() -> list[str]:
+    """List the files that mark tests as `deadline`: no other one has to be imported for these."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file) for file in files if "mark.deadline" in file.read_text(encoding="utf-8")]
