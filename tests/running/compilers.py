@@ -1,4 +1,4 @@
-"""Whether processes of tests start a compiler: they note it in a file of their worker."""
+"""Whether processes of tests compile: ranks note it in a file of the worker that runs the tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-NAMES = ("g++", "gcc", "c++", "cc", "clang++", "clang", "ninja")
+ROOT = str(Path(__file__).resolve().parents[2])
+PROGRAMS = ("g++", "gcc", "c++", "cc", "clang++", "clang", "ninja")
 
 
-def is_compiler(program: Any) -> bool:
-    """Whether a program that is started compiles."""
-    return name_of(program) in NAMES
+def compiles(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether an event of the interpreter is a compiler that is started, or a function of this
+    repository that torch traces: it makes another code object of the function's."""
+    if event == "subprocess.Popen":
+        return name_of(arguments[0]) in PROGRAMS
+    if event == "code.__new__":
+        file = arguments[1]
+        return file.startswith(ROOT) and "site-packages" not in file
+    return False
 
 
 def name_of(program: Any) -> str:
@@ -26,11 +33,11 @@ def note_of(worker: int) -> Path:
     return Path(tempfile.gettempdir()) / f"megapipe-tests-{worker}-compile"
 
 
-def note_compilers(note: Path) -> None:
-    """Have this process and its forks note each compiler that they start."""
+def note_compilation(note: Path) -> None:
+    """Have this process and its forks add a line to the file each time that they compile."""
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen" and is_compiler(arguments[0]):
+        if compiles(event, arguments):
             with note.open("ab") as file:
                 file.write(b"\n")
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.running.compilers import is_compiler, name_of, note_of
+from tests.running.compilers import compiles, name_of, note_of
 
 KINDS = {
     "stand-in": "on the stand-in for GPUs (`tests/fake_cuda`)",
-    "compilation": "starts a compiler, itself or in a rank",
+    "compilation": "starts a compiler or has torch trace a function, itself or in a rank",
     "job": "starts an interpreter or a shell, or forks a script (`tests/parity/launches.py`)",
     "world": "starts other processes: ranks of a world, workers",
     "list": "one of more than 20 cases of a function, within the process of pytest",
@@ -55,14 +55,12 @@ class Starts:
         self._note.unlink(missing_ok=True)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("os.fork", "os.forkpty"):
+        if compiles(event, arguments):
+            self._kinds.add("compilation")
+        elif event == "subprocess.Popen" and INTERPRETER.fullmatch(name_of(arguments[0])):
+            self._kinds.add("job")
+        elif event in ("os.fork", "os.forkpty"):
             self._kinds.add("world")
-        elif event == "subprocess.Popen":
-            program = arguments[0]
-            if is_compiler(program):
-                self._kinds.add("compilation")
-            elif INTERPRETER.fullmatch(name_of(program)):
-                self._kinds.add("job")
 
 
 def _call_at_start(kinds: set[str]) -> None:

@@ -1,8 +1,8 @@
 """Loaded by the server that processes of tests are forks of, while a whole run is recorded: ranks
-inherit a hook that notes each compiler."""
+inherit a hook that notes that they compile."""
 
 import os
 
-from tests.running.compilers import note_compilers, note_of
+from tests.running.compilers import note_compilation, note_of
 
-note_compilers(note_of(os.getppid()))
+note_compilation(note_of(os.getppid()))

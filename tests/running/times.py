@@ -55,6 +55,7 @@ class Meter:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note how long imports and collection took."""
         self._lists = Lists(session.items)
+        self._starts.take()
         self.ready_s = self._output[READY] = time.perf_counter() - LOADED
 
     @pytest.hookimpl(wrapper=True)
