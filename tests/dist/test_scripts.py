@@ -26,6 +26,8 @@ SHELL_FILES = [
     for path in [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci/run"]
     if path.exists()
 ]
+LATE = "tests/test_late.py"
+"""A file with tests that run alone."""
 MODULES = ("ruff", "mypy", "pytest")
 IN_TREE = ("megapipe/__main__", "megapipe/launch")
 
@@ -53,17 +55,19 @@ lines = [f"{file},,{(site / file).stat().st_size}" for file in files]
 (info / "RECORD").write_text("\\n".join([*lines, f"{info.name}/METADATA,,"]) + "\\n")
 """
 
-# What the scripts start with `python -m`: logs its arguments, exits as EXIT_<NAME> says.
+# What the scripts start with `python -m`: logs its arguments, exits as EXIT_<NAME> says. pytest is
+# called links where it looks at these.
 TOOL = """
 import json, os, pathlib, sys
+name = "links" if "links" in sys.argv else "{name}"
 with open(pathlib.Path(sys.prefix).parent / "log", "a") as log:
     print(json.dumps(["{name}", *sys.argv[1:]]), file=log)
 assert os.environ["OMP_NUM_THREADS"] == "1"
-print("{name} says")
-if os.environ.get("WAITS") == "{name}":
+print("{name} says", flush=True)
+if os.environ.get("WAITS") == name:
     import time
     time.sleep(600)
-sys.exit(int(os.environ.get("EXIT_{variable}", "0")))
+sys.exit(int(os.environ.get("EXIT_" + name.upper(), "0")))
 """
 
 # `-m venv --clear FOLDER` makes an environment with that pip; all else goes to the true Python.
@@ -86,7 +90,9 @@ def tree(tmp_path, monkeypatch):
     root = tmp_path / "tree with spaces"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     (root / "constraints.txt").write_text("torch==1\n")
-    (root / "pyproject.toml").write_text("[project]\n")
+    (root / "pyproject.toml").write_text('[project]\nrequires-python = ">=3.11"\n')
+    shutil.copytree(ROOT / "tests/running", root / "tests/running")
+    (root / LATE).write_text("@pytest.mark.deadline\n")
 
     stand_ins = tmp_path / "stand_ins"
     (stand_ins / "pip").mkdir(parents=True)
@@ -96,7 +102,7 @@ def tree(tmp_path, monkeypatch):
         path = (root if module in IN_TREE else stand_ins) / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         name = path.stem
-        path.write_text(TOOL.format(name=name, variable=name.upper()))
+        path.write_text(TOOL.format(name=name))
 
     binaries = tmp_path / "bin"
     binaries.mkdir()
@@ -120,9 +126,11 @@ def run(tree, script, *arguments, **environment):
 
 
 def started_in(tree):
-    """What was started since the log was taken, in order."""
+    """What was started since the log was taken, in order, but for the options of pytest by which
+    times are recorded in a file somewhere."""
     log = tree / "log"
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [[line[0], *line[5:]] if line[1:2] == ["-p"] else line for line in lines]
 
 
 def take_log(tree):
@@ -131,24 +139,33 @@ def take_log(tree):
     (tree / "log").unlink(missing_ok=True)
     if ["mypy"] in lines:
         lines.remove(["mypy"])
-        lines.insert(lines.index(["ruff", "format", "--check", "."]) + 1, ["mypy"])
+        lines.insert(lines.index(LINT[1]), ["mypy"])
     return lines
 
 
 PIP_START = ["pip", "--disable-pip-version-check", "install"]
 WITH_PINS = [*PIP_START, "--no-compile", "-c", "constraints.txt"]
 INSTALL = [[*WITH_PINS, "torch"], [*WITH_PINS, "-e", ".[log,dev]"]]
-WORKERS = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--durations=30"]
-PYTEST = ["pytest", "-m", "not slow and not gpu and not full", *WORKERS]
-FULL = [
-    [
-        *(*PIP_START, "-q", "--no-deps", "megatron-core==0.16.1", "peft==0.21.2"),
-        *("lm_eval==0.4.13", "accelerate==1.15.0", "colorama==0.4.6", "lxml==6.0.2"),
-        *("portalocker==4.4.2", "sacrebleu==2.5.1", "tabulate==0.10.0"),
-    ],
-    ["pytest", "-m", "not slow and not gpu", *WORKERS],
+LINT = [["mypy"], ["ruff", "check", "."], ["ruff", "format", "--check", "."]]
+LINKS = ["pytest", "-q", "-k", "links", "tests/unit/test_docs.py", "tests/unit/test_guides.py"]
+OTHER_SYSTEMS = [
+    *(*PIP_START, "-q", "--no-deps", "megatron-core==0.16.1", "peft==0.21.2"),
+    *("lm_eval==0.4.13", "accelerate==1.15.0", "colorama==0.4.6", "lxml==6.0.2"),
+    *("portalocker==4.4.2", "sacrebleu==2.5.1", "tabulate==0.10.0"),
 ]
-CHECKS = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], PYTEST]
+
+
+def tests_of(marks):
+    """The two sessions of a whole run: on three workers, and without any."""
+    workers = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--durations=30"]
+    return [
+        ["pytest", "-m", f"{marks} and not deadline", *workers],
+        ["pytest", "-m", f"{marks} and deadline", LATE],
+    ]
+
+
+CHECKS = [*LINT, LINKS, *tests_of("not slow and not gpu and not full")]
+FULL = [*LINT, LINKS, OTHER_SYSTEMS, *tests_of("not slow and not gpu")]
 
 
 @pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
@@ -169,9 +186,9 @@ def test_a_missing_environment_is_made_torch_first_and_kept(tree):
     assert run(tree, "test.sh").returncode == 0
     assert take_log(tree) == [*INSTALL, *CHECKS]
     assert run(tree, "test.sh", "-k", "a or b").returncode == 0
-    assert take_log(tree) == [*CHECKS[:-1], ["pytest", "-k", "a or b"]]
+    assert take_log(tree) == [*LINT, ["pytest", "-k", "a or b"]]
     assert run(tree, "test.sh", "--full").returncode == 0
-    assert take_log(tree) == [*CHECKS[:-1], *FULL]
+    assert take_log(tree) == FULL
 
 
 def test_without_other_systems_all_else_is_tested(tree):
@@ -180,15 +197,32 @@ def test_without_other_systems_all_else_is_tested(tree):
         0,
         "other systems cannot be installed: most of tests/external is left out\n",
     )
-    assert take_log(tree) == [*INSTALL, *CHECKS[:-1], *FULL]
+    assert take_log(tree) == [*INSTALL, *FULL]
 
 
-@pytest.mark.parametrize(("tool", "started"), [("RUFF", 1), ("MYPY", 4), ("PYTEST", 4)])
-def test_a_failing_check_is_the_exit_code(tree, tool, started):
+@pytest.mark.parametrize(
+    ("tool", "phase", "started"),
+    [("RUFF", "lint", LINT[1:2]), ("LINKS", "links", CHECKS[1:4]), ("PYTEST", "tests", CHECKS[1:])],
+)
+def test_a_check_that_fails_is_the_exit_code(tree, tool, phase, started):
     done = run(tree, "test.sh", **{f"EXIT_{tool}": "3"})
-    assert done.returncode == 3
-    assert done.stdout.splitlines()[-1] == ("ruff says" if tool == "RUFF" else "mypy says")
-    assert take_log(tree) == [*INSTALL, *CHECKS[:started]]
+    assert done.returncode == 1
+    assert re.search(rf"^{phase} .* failed$", done.stdout, re.MULTILINE)
+    assert [line for line in take_log(tree) if line != ["mypy"]] == [*INSTALL, *started]
+
+
+def test_types_that_fail_end_the_run(tree):
+    done = run(tree, "test.sh", EXIT_MYPY="3", WAITS="pytest")
+    assert done.returncode == 1
+    assert "\nmypy says\n" in done.stdout
+    assert re.search(r"^types .* failed$", done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("tool", "code"), [("PYTEST", 3), ("MYPY", 1)])
+def test_the_exit_code_where_arguments_go_to_pytest(tree, tool, code):
+    done = run(tree, "test.sh", "tests/unit", **{f"EXIT_{tool}": "3"})
+    assert done.returncode == code
+    assert take_log(tree) == [*INSTALL, *LINT, ["pytest", "tests/unit"]]
 
 
 def test_ctrl_c_ends_the_tests_and_the_types_beside_them(tree):
@@ -203,7 +237,7 @@ def test_ctrl_c_ends_the_tests_and_the_types_beside_them(tree):
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        while PYTEST not in started_in(tree):
+        while CHECKS[4] not in started_in(tree):
             time.sleep(0.1)
         os.killpg(started.pid, signal.SIGINT)
         started.communicate(timeout=60)  # its output ends with the last process that has it
@@ -372,4 +406,4 @@ def test_ci_runs_the_test_script(tree):
         pytest.skip("no .ci in this copy")
     shutil.copytree(ROOT / ".ci", tree / ".ci")
     assert run(tree, "../.ci/run").returncode == 0
-    assert take_log(tree) == [*INSTALL, *CHECKS[:-1], *FULL]
+    assert take_log(tree) == [*INSTALL, *FULL]

@@ -113,8 +113,8 @@ def _run_tests(phases: Phases, types: Types, full: bool, options: Sequence[str])
 
     first = [word for name in changed_tests() for word in ("--first", name)]
     phases.run("tests", lambda: passes(f"{marks} and not deadline", *WORKERS, *first))
-    if not types.failed():
-        phases.run("deadlines", lambda: passes(f"{marks} and deadline", *files_with_deadlines()))
+    if not types.failed() and (files := files_with_deadlines()):
+        phases.run("deadlines", lambda: passes(f"{marks} and deadline", *files))
     if types.failed():
         return
     tier = "scripts/test.sh --full" if full else "scripts/test.sh"
@@ -128,4 +128,5 @@ def _run_tests(phases: Phases, types: Types, full: bool, options: Sequence[str])
 def files_with_deadlines() -> list[str]:
     """List the files that mark tests as `deadline`: no other one has to be imported for these."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(file) for file in files if "mark.deadline" in file.read_text(encoding="utf-8")]
+    marked = [file for file in files if "mark.deadline" in file.read_text(encoding="utf-8")]
+    return [str(file.relative_to(ROOT)) for file in marked]
