@@ -234,6 +234,7 @@ def test_a_rank_that_is_killed_inside_a_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.deadline
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
     """It is stopped by a signal, and the job ends within the seconds that are promised."""
     campaign = Hangs(tmp_path)

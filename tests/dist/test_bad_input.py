@@ -34,10 +34,8 @@ from tests.parity.jobs import (
 from tests.parity.launches import run_forked
 from tests.parity.marks import in_parts
 
-ENDS_S = 15.0
-"""Within which every rank ends."""
-CROWDED = 4
-"""Processes for each core, beyond which a job may wait longer than that for its turn."""
+ENDS_S = 20.0
+"""Within which every rank ends; one that waits for `parallel.timeout_s` takes longer."""
 LAUNCHED = named("a key of the model with a typing mistake", "kernels.attention is not installed",
                  "no such file for a corpus", "load of nothing", "no such tokenizer",
                  "numbers that are not finite")  # fmt: skip
@@ -100,7 +98,7 @@ def test_by_two_ranks_or_more(bad: Bad, made: Path, tmp_path: Path) -> None:
     folder = folder_of(bad, made, tmp_path)
     outcome = run(bad, folder, bad.ranks)
     assert_reported(bad, outcome, folder)
-    assert outcome.seconds < ENDS_S or os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1)
+    assert outcome.seconds < ENDS_S
 
 
 @in_parts("bad", LAUNCHED[0:3:2], full=2, ids=lambda bad: bad.name)

@@ -380,6 +380,7 @@ def returned(world: World, case: Case, slow: int) -> Returned:
     return seen
 
 
+@pytest.mark.deadline
 @in_parts(
     ("trust", "slow"),
     [(trust, slow) for slow in (1, 2, 4) for trust in (False, True)],

@@ -33,6 +33,7 @@ def assert_noticed_in_time(hang: Hang) -> None:
     assert TIMEOUT_S <= int(said[1]) <= TIMEOUT_S + LATE_S
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(
     ("fault", "evidence", "last"),
     [
@@ -149,6 +150,7 @@ def test_a_rank_that_is_killed_between_the_store_and_the_mesh(tmp_path: Path) ->
     assert outcome.seconds < 40.0
 
 
+@pytest.mark.deadline
 def test_a_rank_of_another_node(tmp_path: Path) -> None:
     """Monitors of both nodes tell one of them what they see."""
     fault = Fault(3, "stop", action=5)

@@ -29,14 +29,14 @@ def run(folder: Path, text: str, nproc: int = 3) -> Outcome:
 
 @pytest.mark.full
 def test_the_exit_code_is_that_of_the_first_to_fail(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "time.sleep(60 * (rank != 1)); sys.exit(6)")
+    outcome = run(tmp_path, "time.sleep(600 * (rank != 1)); sys.exit(6)")
     assert outcome.codes == [6]
     assert outcome.text == ""
 
 
 @pytest.mark.full
 def test_a_rank_that_was_killed_is_spoken_for(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "os.kill(os.getpid(), 9) if rank == 2 else time.sleep(60)")
+    outcome = run(tmp_path, "os.kill(os.getpid(), 9) if rank == 2 else time.sleep(600)")
     assert outcome.codes == [128 + signal.SIGKILL]
     assert outcome.errors == [
         "megapipe: error: rank 2 was killed by SIGKILL; the system does so when memory runs out"

@@ -104,6 +104,7 @@ def test_a_rank_that_never_comes(tmp_path: Path, rank: int) -> None:
     assert re.search("look whether .* started, and how (it|they) ended", line)
 
 
+@pytest.mark.deadline
 @each("corpus", "import", full=[("corpus", 0)])
 def test_a_killed_rank_of_two_launchers(tmp_path: Path, place: str, rank: int) -> None:
     with Job(tmp_path) as job:

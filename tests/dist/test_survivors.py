@@ -34,6 +34,7 @@ def assert_ended(job: Job, began: float, *processes: int) -> list[int]:
     return codes
 
 
+@pytest.mark.deadline
 def test_the_peers_of_a_rank_that_is_stopped_with_the_store(tmp_path: Path) -> None:
     """The failure path of rank 1 would wait for the store for ever."""
     given = endless(tmp_path)

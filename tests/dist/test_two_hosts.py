@@ -88,6 +88,7 @@ def launch(
     return job.start(command, environ, preexec_fn=functools.partial(enter, host))
 
 
+@pytest.mark.deadline
 @in_parts("watchdog", ["true", "false"], full=["false"])
 def test_a_link_that_goes_down(watchdog: str, hosts: list[str], tmp_path: Path) -> None:
     """Neither host can tell the other anything: both speak, and all end in time."""

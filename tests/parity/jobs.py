@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 OUR_FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/megapipe/|/train\.py", line')
 """A line of a traceback that is in the program, and not in what is installed below its folder."""
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 """A job that takes longer hangs."""
 MARK = "MEGAPIPE_TEST_JOB"
 LAUNCHERS = re.compile(
@@ -198,7 +198,7 @@ class Job:
             assert time.monotonic() < self.began + self.limit_s, self.text
             time.sleep(0.01)
 
-    def end(self, left_behind_s: float = 5.0) -> Outcome:
+    def end(self, left_behind_s: float = 15.0) -> Outcome:
         """Wait for all processes, of which none may be left behind for longer."""
         codes = []
         for process in self.processes:

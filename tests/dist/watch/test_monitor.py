@@ -81,27 +81,27 @@ def watch(tmp_path: Path, limit_s: float = 0.5) -> tuple[str, Path]:
 
 def test_ranks_hear_the_verdict(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
     verdict, report = watch(tmp_path)
-    assert [process.wait(5) for process in ranks] == [0, 0], "by themselves"
+    assert [process.wait(30) for process in ranks] == [0, 0], "by themselves"
     assert "rank 1 (process " in verdict
     assert "comes no further" in verdict
     assert "rank 0 waits for it" in verdict
     assert "rank.py" in (report / "rank-1.txt").read_text()
     told = json.loads((report / "rank-0.json").read_text())
     assert told["state"]["does"] == "a task"
-    assert 0.0 < time.time() - told["noticed"] < 10.0
+    assert 0.0 < time.time() - told["noticed"] < 60.0
 
 
 def test_a_stopped_rank_is_killed(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
     ranks[1].send_signal(signal.SIGSTOP)
     verdict, _ = watch(tmp_path)
-    assert [process.wait(5) for process in ranks] == [0, -signal.SIGKILL]
+    assert [process.wait(30) for process in ranks] == [0, -signal.SIGKILL]
     assert "is stopped by a signal" in verdict
 
 
 def test_a_rank_that_is_gone(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
     kill(ranks[1:])
     verdict, report = watch(tmp_path, limit_s=600.0)
-    assert ranks[0].wait(5) == 0
+    assert ranks[0].wait(30) == 0
     assert verdict.startswith("rank 0 lost contact with rank 1 (process ")
     assert "has ended without a word" in verdict
     assert json.loads((report / "rank-1.json").read_text())["gone"]
@@ -161,7 +161,7 @@ def test_ranks_that_go_on_are_left_alone(
         assert process.poll() is None
         process.kill()
         process.wait()
-    assert monitor.wait(10) == 0
+    assert monitor.wait(30) == 0
     assert not (tmp_path / "watch").exists()
 
 

