@@ -38,17 +38,19 @@ def run(module: str, *arguments: str, until: Condition = never) -> int:
 def _started(
     command: Sequence[str], output: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command that has ended when the block has: Ctrl-C reaches it too."""
+    """Start a command, which the block outlives; a terminal's Ctrl-C reaches both."""
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=output, stderr=None if output is None else subprocess.STDOUT
     )
     try:
         yield process
     finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE_S)
-        process.kill()
-        process.wait()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_S)
+        finally:
+            process.kill()
+            process.wait()
 
 
 class Types:

@@ -120,7 +120,8 @@ def _run_tests(phases: Phases, types: Types, full: bool, options: Sequence[str])
     tier = "scripts/test.sh --full" if full else "scripts/test.sh"
     WholeRun(tier, commit(), phases.seconds, record).save()
     if failed := record.failed[:MOST_AGAIN]:
-        print("once more, alone, to show what fails again; the run has failed:", *failed, sep="\n")
+        print("the run has failed; once more, alone, to show what fails again:", flush=True)
+        print(*failed, sep="\n", flush=True)
         again = ("-m", marks, *failed, *options)
         phases.run("once more", lambda: processes.run("pytest", *again, until=types.failed) == 0)
 
