@@ -26,8 +26,6 @@ SHELL_FILES = [
     for path in [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci/run"]
     if path.exists()
 ]
-LATE = "tests/test_late.py"
-"""A file with tests that run alone."""
 MODULES = ("ruff", "mypy", "pytest")
 IN_TREE = ("megapipe/__main__", "megapipe/launch")
 
@@ -92,7 +90,6 @@ def tree(tmp_path, monkeypatch):
     (root / "constraints.txt").write_text("torch==1\n")
     (root / "pyproject.toml").write_text('[project]\nrequires-python = ">=3.11"\n')
     shutil.copytree(ROOT / "tests/running", root / "tests/running")
-    (root / LATE).write_text("@pytest.mark.deadline\n")
 
     stand_ins = tmp_path / "stand_ins"
     (stand_ins / "pip").mkdir(parents=True)
@@ -155,17 +152,13 @@ OTHER_SYSTEMS = [
 ]
 
 
-def tests_of(marks):
-    """The two sessions of a whole run: on three workers, and without any."""
-    workers = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--durations=30"]
-    return [
-        ["pytest", "-m", f"{marks} and not deadline", *workers],
-        ["pytest", "-m", f"{marks} and deadline", LATE],
-    ]
-
-
-CHECKS = [*LINT, LINKS, *tests_of("not slow and not gpu and not full")]
-FULL = [*LINT, LINKS, OTHER_SYSTEMS, *tests_of("not slow and not gpu")]
+WORKERS = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--durations=30"]
+PYTEST = ["pytest", "-m", "not slow and not gpu and not full and not deadline", *WORKERS]
+CHECKS = [*LINT, LINKS, PYTEST]
+FULL = [
+    *(*LINT, LINKS, OTHER_SYSTEMS),
+    ["pytest", "-m", "not slow and not gpu and not deadline", *WORKERS],
+]
 
 
 @pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
@@ -237,7 +230,7 @@ def test_ctrl_c_ends_the_tests_and_the_types_beside_them(tree):
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        while CHECKS[4] not in started_in(tree):
+        while PYTEST not in started_in(tree):
             time.sleep(0.1)
         os.killpg(started.pid, signal.SIGINT)
         started.communicate(timeout=60)  # its output ends with the last process that has it

@@ -38,7 +38,7 @@ def run(module: str, *arguments: str, until: Condition = never) -> int:
 def _started(
     command: Sequence[str], output: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command, which the block outlives; a terminal's Ctrl-C reaches both."""
+    """Start a command that has ended when the block has; Ctrl-C of a terminal reaches it too."""
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=output, stderr=None if output is None else subprocess.STDOUT
     )

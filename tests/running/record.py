@@ -39,6 +39,8 @@ class Record:
     tests: list[TimedTest] = field(default_factory=list)
     ready_s: list[float] = field(default_factory=list)
     """Seconds of imports and collection, for each process that ran tests."""
+    alone: list[str] = field(default_factory=list)
+    """Files with tests marked `deadline` that were not selected."""
 
     @property
     def failed(self) -> list[str]:
@@ -49,6 +51,7 @@ class Record:
         """Take in what another session of pytest has recorded."""
         self.tests += other.tests
         self.ready_s += other.ready_s
+        self.alone += other.alone
 
 
 @dataclass
@@ -75,8 +78,8 @@ class WholeRun:
             return None
         kept = json.loads(LAST.read_text())
         record = kept.pop("record")
-        tests = [TimedTest(**test) for test in record["tests"]]
-        return cls(**kept, record=Record(tests, record["ready_s"]))
+        tests = [TimedTest(**test) for test in record.pop("tests")]
+        return cls(**kept, record=Record(tests, **record))
 
 
 def pytest_recorded(
@@ -92,5 +95,5 @@ def pytest_recorded(
 
 def _read(file: Path) -> Record:
     written = json.loads(file.read_text())
-    tests = [TimedTest(name, **measured) for name, measured in written["tests"].items()]
-    return Record(tests, written["ready_s"])
+    tests = [TimedTest(name, **measured) for name, measured in written.pop("tests").items()]
+    return Record(tests, **written)

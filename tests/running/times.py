@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.running.kinds import Lists, Starts, kind_of
 
 LOADED = time.perf_counter()
 """When this process began, but for pytest itself."""
-READY = "megapipe_ready_s"
+READY, ALONE = "megapipe_ready_s", "megapipe_alone"
 KIND = "megapipe_kind"
 
 
@@ -48,15 +48,19 @@ class Meter:
     """Measures a process that runs tests."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._output = getattr(config, "workeroutput", {})
+        self.output: dict[str, Any] = getattr(config, "workeroutput", {})
         self._starts = Starts()
-        self.ready_s = 0.0
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Name the files that have tests for the end of the run."""
+        files = {item.nodeid.partition("::")[0] for item in items if _is_late(item)}
+        self.output[ALONE] = sorted(files.union(self.output.get(ALONE, [])))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note how long imports and collection took."""
         self._lists = Lists(session.items)
         self._starts.take()
-        self.ready_s = self._output[READY] = time.perf_counter() - LOADED
+        self.output[READY] = time.perf_counter() - LOADED
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -73,13 +77,17 @@ class Meter:
         self._starts.close()
 
 
+def _is_late(item: pytest.Item) -> bool:
+    return item.get_closest_marker("deadline") is not None
+
+
 class Recorder:
     """Collects what all processes report, and writes it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._tests: dict[str, dict[str, Any]] = {}
-        self._ready_s: list[float] = []
+        self._processes: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add a part of a test: its setup, its call or its teardown."""
@@ -94,11 +102,13 @@ class Recorder:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Take what a worker has measured, if it has lived to the end."""
-        output = getattr(node, "workeroutput", {})
-        self._ready_s += [output[READY]] if READY in output else []
+        self._processes.append(getattr(node, "workeroutput", {}))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the record."""
         meter = session.config.pluginmanager.get_plugin("megapipe-meter")
-        ready_s = [meter.ready_s] if meter is not None else self._ready_s
-        self._file.write_text(json.dumps({"tests": self._tests, "ready_s": ready_s}))
+        outputs = self._processes if meter is None else [meter.output]
+        ready_s = [output[READY] for output in outputs if READY in output]
+        alone = {file for output in outputs for file in output.get(ALONE, [])}
+        written = {"tests": self._tests, "ready_s": ready_s, "alone": sorted(alone)}
+        self._file.write_text(json.dumps(written))

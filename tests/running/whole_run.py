@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tests.running import lowest_python, processes
-from tests.running.processes import ROOT, Types
+from tests.running.processes import Types
 from tests.running.record import Record, WholeRun, pytest_recorded
 from tests.running.revision import changed_tests, commit
 
@@ -113,8 +113,9 @@ def _run_tests(phases: Phases, types: Types, full: bool, options: Sequence[str])
 
     first = [word for name in changed_tests() for word in ("--first", name)]
     phases.run("tests", lambda: passes(f"{marks} and not deadline", *WORKERS, *first))
-    if not types.failed() and (files := files_with_deadlines()):
-        phases.run("deadlines", lambda: passes(f"{marks} and deadline", *files))
+    if record.alone and not types.failed():
+        alone = tuple(record.alone)  # no other file has to be imported
+        phases.run("deadlines", lambda: passes(f"{marks} and deadline", *alone))
     if types.failed():
         return
     tier = "scripts/test.sh --full" if full else "scripts/test.sh"
@@ -124,10 +125,3 @@ def _run_tests(phases: Phases, types: Types, full: bool, options: Sequence[str])
         print(*failed, sep="\n", flush=True)
         again = ("-m", marks, *failed, *options)
         phases.run("once more", lambda: processes.run("pytest", *again, until=types.failed) == 0)
-
-
-def files_with_deadlines() -> list[str]:
-    """List the files that mark tests as `deadline`: no other one has to be imported for these."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    marked = [file for file in files if "mark.deadline" in file.read_text(encoding="utf-8")]
-    return [str(file.relative_to(ROOT)) for file in marked]
