@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.parity.jobs import Job
 from tests.running import lowest_python, slow
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +161,34 @@ def test_a_whole_run_is_recorded_and_a_failure_stays_one(tree: Path) -> None:
     assert {name for name, row in tests.items() if row[4] == "failed"} == {"test_fails_once"}
     assert "test_of_ci" not in tests
     assert "| list | 21 | " in (tree / "docs/decisions/test_times.md").read_text()
+
+
+SLEEPS = """
+import multiprocessing
+import time
+from pathlib import Path
+
+
+def test_sleeps() -> None:
+    rank = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+    rank.start()
+    Path(__file__).with_suffix(".mark").touch()
+    rank.join()
+""".lstrip()
+
+
+@pytest.mark.full
+def test_an_interrupt_leaves_no_process(tree: Path) -> None:
+    """The signal comes to the runner alone; a worker of pytest waits for a rank."""
+    file = tree / "tests/unit/test_sleeps.py"
+    file.write_text(SLEEPS)
+    with Job(tree) as job:
+        runner = job.start(["-m", "tests.running"], cwd=tree)
+        while not file.with_suffix(".mark").exists():
+            assert runner.poll() is None, job.text
+            time.sleep(0.1)
+        runner.send_signal(signal.SIGINT)
+        assert job.end().codes == [130]
 
 
 @pytest.mark.full

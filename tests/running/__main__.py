@@ -7,6 +7,7 @@ more, alone, to show whether it fails again, and the exit code stays 1.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -96,7 +97,16 @@ def main(argv: Sequence[str]) -> int:
     return whole_run.run_all(full=options.full, pytest_options=seed)
 
 
+def end_on(number: signal.Signals) -> None:
+    """Have a signal end this process as an exit does, which ends the commands that it has started;
+    it stays ignored under nohup."""
+    if signal.getsignal(number) == signal.SIG_DFL:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
+    end_on(signal.SIGTERM)
+    end_on(signal.SIGHUP)
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:

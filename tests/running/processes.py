@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Condition = Callable[[], bool]
 POLL_S = 0.1
 PATIENCE_S = 30.0
-"""Seconds that an interrupted command has to end its own processes."""
+"""Seconds that a command has to end its own processes when it is interrupted."""
 
 
 def never() -> bool:
@@ -25,10 +26,7 @@ def never() -> bool:
 def run(module: str, *arguments: str, until: Condition = never) -> int:
     """Run `python -m MODULE ARGUMENTS` to its end, or until a condition holds; return its code."""
     with _started([sys.executable, "-m", module, *arguments]) as process:
-        while process.poll() is None:
-            if until():
-                process.send_signal(signal.SIGINT)
-                break
+        while process.poll() is None and not until():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(POLL_S)
     return process.returncode
@@ -38,19 +36,34 @@ def run(module: str, *arguments: str, until: Condition = never) -> int:
 def _started(
     command: Sequence[str], output: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command that has ended when the block has; Ctrl-C of a terminal reaches it too."""
+    """Start a command; it is interrupted if the block ends before it does.
+
+    It has a session of its own, so that the interrupt reaches it once, with all its processes.
+    """
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=output, stderr=None if output is None else subprocess.STDOUT
+        command,
+        cwd=ROOT,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         yield process
     finally:
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE_S)
-        finally:
-            process.kill()
-            process.wait()
+        if process.poll() is None:
+            _interrupt(process)
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a command and its processes as a terminal would, and kill what does not end."""
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 class Types:
@@ -63,15 +76,12 @@ class Types:
     @classmethod
     @contextlib.contextmanager
     def started(cls) -> Iterator[Types]:
-        """Start it; it is stopped with the block."""
+        """Start it; it is interrupted if the block ends before it does."""
         with (
             tempfile.NamedTemporaryFile(prefix="mypy-") as output,
             _started([sys.executable, "-m", "mypy"], output.fileno()) as process,
         ):
-            try:
-                yield cls(process, Path(output.name))
-            finally:
-                process.terminate()
+            yield cls(process, Path(output.name))
 
     def failed(self) -> bool:
         """Whether it has ended with errors."""
