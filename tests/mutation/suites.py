@@ -13,7 +13,7 @@ EXECUTED = (
     f"{ENGINES}executor.py",
 )
 LAYERS = (f"{DIST}tensor_parallel.py",)
-PARITY = (f"{DIST}parity.py::test_some_pairs[1]", f"{DIST}parity.py::test_some_pairs[2]")
+PARITY = (f"{DIST}parity.py::test_drawn_pairs[1]", f"{DIST}parity.py::test_drawn_pairs[2]")
 STREAMS = (
     "tests/unit/schedule/streams/test_streams.py",
     "tests/unit/schedule/streams/test_proof.py",

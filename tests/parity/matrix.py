@@ -116,6 +116,7 @@ WITHOUT_EFFECT: list[Rule] = [
     (("grouped", "dtype"), lambda c: c.grouped and c.dtype == "fp64"),
     (("grouped", "dtype", "moe", "experts"), lambda c: c.grouped and _is_narrow(c)),
     (("codec", "experts", "moe"), lambda c: c.codec != "none" and c.ep * c.etp == 1),
+    (("codec", "dispatch"), lambda c: c.codec != "none" and c.dispatch == "fetch"),
 ]
 """What a configuration may say, and a value does nothing beside the others."""
 BEYOND_THE_REFERENCE: list[Rule] = [
