@@ -1,0 +1,21 @@
+"""A plugin of pytest that runs the tests that a file names, a name a line.
+
+On a command line, cases that are gone would be errors, and thousands of names too many.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.running.coverage_records import function_of
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--selected", type=Path, help="a file with names of tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = {*config.getoption("selected").read_text(encoding="utf-8").splitlines()}
+    kept = [item for item in items if {item.nodeid, function_of(item.nodeid)} & names]
+    config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
+    items[:] = kept
