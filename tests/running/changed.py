@@ -6,6 +6,7 @@ The tests are chosen by a map that was recorded (``scripts/test.sh --map``).
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapipe.words import counted
 from tests.running.changes import changes_since
 from tests.running.choice import Choice, choose
 from tests.running.map_file import ROOT, load
@@ -46,27 +48,29 @@ def main(argv: Sequence[str]) -> int:
         return 0
     known = load()
     wanted = [wanted_tests(ROOT, known, file, lines) for file, lines in changes.lines.items()]
-    longest_s = max(0.0, given.budget - START_S)
+    longest_s = given.budget - START_S
     choice = choose(known, wanted, longest_s * WORKERS * BALANCE, longest_s)
     print(f"compared with {changes.base}:")
     for each in wanted:
         number = sum(test in choice.chosen for test in each.tests)
         print(f"  {each.file}: {number} of {len(each.tests)} {each.reason}")
-    _print_choice(choice, given.budget)
+    tests, files = counted(len(choice.chosen), "test"), counted(len(choice.files), "file")
+    print(f"{tests} of {files}, {choice.total_s:.0f} s of work", flush=True)
+    if choice.left:
+        every = choose(known, wanted, math.inf, math.inf)
+        longest_s = max(every.total_s / WORKERS / BALANCE, *every.seconds.values())
+        _print_left(choice.left, START_S + longest_s)
     if given.list:
         print("\n".join(choice.chosen))
         return 0
     return _run(choice, [file for file in changes.lines if file.endswith(".py")], options)
 
 
-def _print_choice(choice: Choice, budget_s: float) -> None:
-    total_s = sum(choice.chosen.values())
-    print(f"{len(choice.chosen)} tests of {len(choice.files)} files, {total_s:.0f} s of work")
-    if choice.left:
-        counts = Counter(test.partition("::")[0] for test in choice.left)
-        files = ", ".join(f"{file} ({count})" for file, count in counts.most_common())
-        print(f"{len(choice.left)} more are not run, for lack of time: {files}")
-        print(f"they are with: scripts/test.sh --changed --budget {10 * budget_s:.0f}")
+def _print_left(tests: Sequence[str], enough_s: float) -> None:
+    counts = Counter(test.partition("::")[0] for test in tests)
+    files = ", ".join(f"{file} ({count})" for file, count in counts.most_common())
+    print(f"no time for {counted(len(tests), 'other test')}: {files}")
+    print(f"all run with: scripts/test.sh --changed --budget {enough_s:.0f}")
 
 
 def _run(choice: Choice, files: Sequence[str], options: Sequence[str]) -> int:
@@ -99,7 +103,7 @@ def _run_tests(choice: Choice, folder: Path, options: Sequence[str]) -> int:
     names.write_text("\n".join(choice.chosen), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.running.selected"]
     command += ["--selected", str(names), "-m", MARKS]
-    if sum(choice.chosen.values()) > ALONE_S:
+    if choice.total_s > ALONE_S:
         workers = min(WORKERS, len(choice.files))
         command += ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -24,6 +24,11 @@ class Choice:
     """File of tests -> the seconds of those that run."""
 
     @property
+    def total_s(self) -> float:
+        """The seconds of all tests that run, one after the other."""
+        return sum(self.seconds.values())
+
+    @property
     def files(self) -> list[str]:
         """The files of the tests that run, the longest first."""
         return sorted(self.seconds, key=lambda file: -self.seconds[file])
@@ -49,7 +54,7 @@ def choose(
         if file not in choice.seconds:
             seconds += known.seconds.get(file, {}).get(SHARED, 0.0)
         file_s = choice.seconds.get(file, 0.0) + seconds
-        if sum(choice.seconds.values()) + seconds > total_s or file_s > longest_s:
+        if choice.total_s + seconds > total_s or file_s > longest_s:
             choice.left.append(test)
             continue
         choice.seconds[file] = file_s

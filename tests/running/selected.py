@@ -11,11 +11,15 @@ from tests.running.coverage_records import function_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--selected", type=Path, help="a file with names of tests")
+    """Declare the option of the plugin."""
+    parser.addoption("--selected", type=Path, required=True, help="a file with names of tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out all other tests."""
     names = {*config.getoption("selected").read_text(encoding="utf-8").splitlines()}
-    kept = [item for item in items if {item.nodeid, function_of(item.nodeid)} & names]
-    config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
+    kept, left = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        (kept if {item.nodeid, function_of(item.nodeid)} & names else left).append(item)
+    config.hook.pytest_deselected(items=left)
     items[:] = kept
