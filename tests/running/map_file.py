@@ -1,8 +1,8 @@
 """The map from the files of the repository to the tests that run when they change.
 
-It is a file of the repository, ``map.json``, with a line for each test and for each function of a
-file. It names a test by a few characters of a hash, so that a line stays as it is while tests come
-and go.
+It is a file of the repository, ``map.json``, with a line for each test, and for the functions of a
+file that have the same tests. It names a test by a few characters of a hash, so that a line stays
+as it is while other tests come and go.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def load(path: Path = MAP) -> CoverageMap:
         {
             file: {
                 function: [name for key in keys.split() for name in names[key]]
-                for function, keys in functions.items()
+                for functions_of_line, keys in lines.items()
+                for function in functions_of_line.split(" ")
             }
-            for file, functions in stored["tests"].items()
+            for file, lines in stored["tests"].items()
         },
     )
 
@@ -70,11 +71,19 @@ def save(content: CoverageMap, path: Path = MAP) -> None:
         },
         "tests": {
             file: {
-                function: " ".join(digest(test) for test in tests)
-                for function, tests in functions.items()
+                " ".join(names): " ".join(digest(test) for test in tests)
+                for tests, names in _by_tests(functions).items()
             }
             for file, functions in content.tests.items()
         },
     }
     text = json.dumps(stored, indent=0, sort_keys=True, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
+
+
+def _by_tests(functions: Mapping[str, list[str]]) -> dict[tuple[str, ...], list[str]]:
+    """The names of the functions that have the same tests, in alphabetical order."""
+    names: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in sorted(functions):
+        names[tuple(functions[name])].append(name)
+    return names
