@@ -31,6 +31,8 @@ START_S = 20.0
 """Until the first test runs."""
 BALANCE = 0.8
 """The share of its time for which a worker has something to do, at least."""
+DEVICE_TESTS = "tests/fake_cuda/"
+"""Where tests are that have to compile their device first, where that has not been done."""
 NO_TESTS = 5
 """pytest's exit code where no test is selected."""
 
@@ -48,6 +50,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     known = load()
     wanted = [wanted_tests(ROOT, known, file, lines) for file, lines in changes.lines.items()]
+    if not device_is_built():
+        for each in wanted:
+            each.tests = [test for test in each.tests if not test.startswith(DEVICE_TESTS)]
     longest_s = given.budget - START_S
     choice = choose(known, wanted, longest_s * WORKERS * BALANCE, longest_s)
     print(f"compared with {changes.base}:")
@@ -64,6 +69,11 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(choice.chosen))
         return 0
     return _run(choice, [file for file in changes.lines if file.endswith(".py")], options)
+
+
+def device_is_built() -> bool:
+    """Whether the tests for a device of type cuda find it built (tests/fake_cuda/build.py)."""
+    return any(Path(sys.prefix, "share", "fake_cuda").glob("*.so"))
 
 
 def _print_left(tests: Sequence[str], enough_s: float) -> None:

@@ -50,6 +50,21 @@ def test_it_names_what_runs_and_what_there_is_no_time_for(
     ]
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_nothing_is_compiled(
+    differ: Changes,
+    built: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    test = "tests/fake_cuda/test_device.py::test_a"
+    monkeypatch.setattr(changed, "load", lambda: CoverageMap({}, {"a.py": {"f": [test]}}))
+    monkeypatch.setattr(changed, "device_is_built", lambda: built)
+    differ.lines = {"a.py": 0}
+    assert changed.main(["--list"]) == 0
+    assert (test in capsys.readouterr().out) is built
+
+
 def test_tests_are_selected_by_function_or_case(tmp_path: Path) -> None:
     names = tmp_path / "names"
     names.write_text("t.py::test_a\nt.py::test_b[2]")
