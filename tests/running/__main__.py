@@ -59,7 +59,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--list",
         action="store_true",
-        help="with --slow: run nothing, bring the list of files up to date",
+        help="run nothing: with --changed name the tests, with --slow bring the list of files up "
+        "to date",
     )
     made.add_argument("--seed", metavar="SEED", help="draw the cases of drawn tests from SEED")
     return made
@@ -69,15 +70,15 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     commands = parser()
     options, rest = commands.parse_known_args(argv)
-    if options.list and options.slow is None:
-        commands.error("--list needs --slow")
+    if options.list and options.slow is None and not options.changed:
+        commands.error("--list needs --changed or --slow")
     if rest and (options.slow is not None or options.times is not None):
         commands.error(f"unknown arguments: {' '.join(rest)}")
     seed = ["--seed", options.seed] if options.seed is not None else []
     if options.changed:
         from tests.running import changed
 
-        return changed.main([*rest, *seed])
+        return changed.main([*rest, *seed, *(["--list"] if options.list else [])])
     if options.map:
         from tests.running import coverage_map
 

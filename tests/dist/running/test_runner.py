@@ -16,7 +16,7 @@ import pytest
 from tests.parity.jobs import Job
 from tests.running import lowest_python, slow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LINKS = "def test_links() -> None:\n    pass\n"
 TREE = {
     "train.py": "import os\n\nstep: int = os.getpid()\n",

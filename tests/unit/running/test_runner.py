@@ -15,7 +15,7 @@ from tests.running import __main__ as command
 from tests.running import lowest_python, slow, stdlib_imports, time_report, times
 from tests.running.record import Record, TimedTest, WholeRun
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_lowest_python_is_the_same_for_all_tools() -> None:
