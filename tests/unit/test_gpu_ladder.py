@@ -124,22 +124,6 @@ def test_masters_are_what_the_mixed_peer_updates(ladder: Any) -> None:
         assert weight.equal(master.bfloat16())
 
 
-@pytest.mark.slow
-def test_the_peer_s_layers_share_a_compilation(ladder: Any) -> None:
-    """And the losses are those of the plain model; the second graph is the loss."""
-    from torch._dynamo.utils import counters
-
-    size = replace(ladder.sizes.TOY, layers=10)
-    losses = []
-    counters.clear()
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        side = ladder.sides.HuggingFace(size, CPU, "fp32", compile=compiled)
-        losses.append([side.step() for _ in range(2)])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert counters["stats"]["unique_graphs"] == 2
-
-
 def test_quick_weights_are_used_and_padding_is_zero(ladder: Any, mesh: Any) -> None:
     toy = ladder.sizes.TOY
     side = ladder.sides.Ours(toy, mesh, 1)

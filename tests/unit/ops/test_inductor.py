@@ -1,4 +1,4 @@
-"""What inductor is given to compile computes what torch's kernels do; slow: also once compiled."""
+"""Functions that inductor is given to compile compute what torch's kernels do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megapipe.ops import expert_rows, loss, rotary, swiglu
 from megapipe.ops.activation import Activate
 from megapipe.ops.expert_rows import InductorRows, TorchRows
 from megapipe.ops.loss import InductorLoss, Labels, LossKernel, TorchLoss
-from megapipe.ops.probe import Choice, choose
+from megapipe.ops.probe import choose
+from tests.parity.inductor_kernels import chosen
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH, TOKENS = 37, 20, 11
@@ -31,27 +32,12 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "compile_rows", lambda function: function)
 
 
-def chosen(dtype: torch.dtype) -> list[Choice[Any]]:
-    """inductor's kernels, which have passed their self-checks."""
-    purposes = {"loss": loss, "rotary": rotary, "swiglu": swiglu, "expert_rows": expert_rows}
-    given: dict[str, Any] = {"device": CPU, "dtype": dtype}
-    return [
-        choose(name, "inductor", module.candidates(**given)) for name, module in purposes.items()
-    ]
-
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("uncompiled")
 def test_they_pass_their_self_checks(dtype: torch.dtype) -> None:
-    assert [choice.name for choice in chosen(dtype)] == ["inductor"] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_they_pass_them_compiled(dtype: torch.dtype) -> None:
     assert [choice.name for choice in chosen(dtype)] == ["inductor"] * 4
 
 
