@@ -18,7 +18,7 @@ import pytest
 
 from megapipe.keys import SECTIONS
 from tests.parity.bad_folder import make_folder
-from tests.parity.bad_input.case import Bad
+from tests.parity.bad_input.case import TIMEOUT_S, Bad
 from tests.parity.bad_input.table import TABLE, named
 from tests.parity.jobs import (
     ENDLESS,
@@ -34,8 +34,6 @@ from tests.parity.jobs import (
 from tests.parity.launches import run_forked
 from tests.parity.marks import in_parts
 
-ENDS_S = 20.0
-"""Within which every rank ends; one that waits for `parallel.timeout_s` takes longer."""
 LAUNCHED = named("a key of the model with a typing mistake", "kernels.attention is not installed",
                  "no such file for a corpus", "load of nothing", "no such tokenizer",
                  "numbers that are not finite")  # fmt: skip
@@ -98,7 +96,7 @@ def test_by_two_ranks_or_more(bad: Bad, made: Path, tmp_path: Path) -> None:
     folder = folder_of(bad, made, tmp_path)
     outcome = run(bad, folder, bad.ranks)
     assert_reported(bad, outcome, folder)
-    assert outcome.seconds < ENDS_S
+    assert outcome.seconds < TIMEOUT_S, "a rank has waited for another one"
 
 
 @in_parts("bad", LAUNCHED[0:3:2], full=2, ids=lambda bad: bad.name)

@@ -9,6 +9,8 @@ from pathlib import Path
 from tests.parity.jobs import arguments, tiny
 
 Prepare = Callable[[Path], object]
+TIMEOUT_S = 100
+"""Seconds for which a rank would wait for another one."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Bad:
         """Those of a small run, and then those that are wrong."""
         usual = {
             key: value
-            for key, value in tiny(folder).items()
+            for key, value in (tiny(folder) | {"parallel.timeout_s": f"{TIMEOUT_S}"}).items()
             if str(folder) not in value and not key.startswith(self.without)
         }
         given = self.argv.split() if isinstance(self.argv, str) else self.argv
