@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.running.processes import ROOT
+from tests.running.revision import git
+
 VARIABLE = "MEGAPIPE_SEED"
 
 
@@ -35,7 +36,7 @@ Item = TypeVar("Item", bound=Drawable)
 @functools.cache
 def seed() -> str:
     """What this run draws by."""
-    return os.environ.get(VARIABLE) or (git("rev-parse", "HEAD^{tree}") or ["no commit"])[0]
+    return os.environ.get(VARIABLE) or git("rev-parse", "HEAD^{tree}") or "no commit"
 
 
 def number(below: int, *names: object) -> int:
@@ -66,19 +67,8 @@ def trees_since(path: Path, most: int) -> list[str]:
     began = git("log", "--format=%H", "--diff-filter=A", "--", str(path.relative_to(ROOT)))
     if not began:
         return []
-    since = ["--first-parent", f"--max-count={most}", "HEAD", f"^{began[-1]}"]
-    return [*git("log", "--format=%T", *since)[::-1]]
-
-
-def git(*words: str) -> list[str]:
-    """The words of a git command's output; none where there is no git or no repository."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return []
-    return done.stdout.split() if done.returncode == 0 else []
+    since = ["--first-parent", f"--max-count={most}", "HEAD", f"^{began.split()[-1]}"]
+    return (git("log", "--format=%T", *since) or "").split()[::-1]
 
 
 def _digest(*names: object) -> int:

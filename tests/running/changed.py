@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapipe.words import counted
-from tests.running.changes import changes_since
+from tests.running.changes import Changes, NoRepositoryError, changes_since
 from tests.running.choice import Choice, choose
-from tests.running.map_file import ROOT, load
-from tests.running.wanted import wanted_tests
+from tests.running.map_file import ROOT, CoverageMap, load
+from tests.running.wanted import Wanted, wanted_tests
 
 MARKS = "not slow and not gpu"
+BUDGET_S = 150.0
+"""What tests may take, so that all takes three minutes."""
 WORKERS = 3
 """Processes of pytest: three for two cores, as one often waits."""
 ALONE_S = 10.0
@@ -41,26 +42,30 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 if lint, types and tests pass. Other arguments go to pytest."""
     parser = argparse.ArgumentParser(prog="scripts/test.sh --changed", description=__doc__)
     parser.add_argument("--base", metavar="REF", help="compare with this (the main branch)")
-    parser.add_argument("--budget", type=float, default=150.0, help="seconds for tests (150)")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, help=f"seconds for tests ({BUDGET_S:.0f})"
+    )
     parser.add_argument("--list", action="store_true", help="name the tests, run nothing")
     given, options = parser.parse_known_args(argv)
-    changes = changes_since(given.base)
+    try:
+        changes = changes_since(given.base)
+    except NoRepositoryError as error:
+        parser.error(str(error))
     if not changes.lines:
         print(f"nothing differs from {changes.base}")
         return 0
     known = load()
-    wanted = [wanted_tests(ROOT, known, file, lines) for file, lines in changes.lines.items()]
-    if not device_is_built():
-        for each in wanted:
-            each.tests = [test for test in each.tests if not test.startswith(DEVICE_TESTS)]
-    longest_s = given.budget - START_S
-    choice = choose(known, wanted, longest_s * WORKERS * BALANCE, longest_s)
+    wanted = wanted_of(known, changes)
+    left_out = leave_out_device(wanted)
+    choice = choose_within(known, wanted, given.budget)
     print(f"compared with {changes.base}:")
     for each in wanted:
         number = sum(test in choice.chosen for test in each.tests)
         print(f"  {each.file}: {number} of {len(each.tests)} {each.reason}")
-    tests, files = counted(len(choice.chosen), "test"), counted(len(choice.files), "file")
-    print(f"{tests} of {files}, {choice.total_s:.0f} s of work", flush=True)
+    if left_out:
+        print(f"  {left_out} of {DEVICE_TESTS} are left out: they would compile a device first")
+    tests, files = len(choice.chosen), len(choice.files)
+    print(f"tests: {tests}, in files: {files}, {choice.total_s:.0f} s of work", flush=True)
     if choice.left:
         every = choose(known, wanted, math.inf, math.inf)
         longest_s = max(every.total_s / WORKERS / BALANCE, *every.seconds.values())
@@ -71,6 +76,39 @@ def main(argv: Sequence[str]) -> int:
     return _run(choice, [file for file in changes.lines if file.endswith(".py")], options)
 
 
+def wanted_of(known: CoverageMap, changes: Changes) -> list[Wanted]:
+    """Find the tests for each changed file."""
+    return [wanted_tests(ROOT, known, file, lines) for file, lines in changes.lines.items()]
+
+
+def leave_out_device(wanted: Sequence[Wanted]) -> int:
+    """Take out the tests of a device that is not built; return how many these are."""
+    if device_is_built():
+        return 0
+    number = 0
+    for each in wanted:
+        kept = [test for test in each.tests if not test.startswith(DEVICE_TESTS)]
+        number += len(each.tests) - len(kept)
+        each.tests = kept
+    return number
+
+
+def choose_within(known: CoverageMap, wanted: Sequence[Wanted], budget_s: float) -> Choice:
+    """Choose the tests that all workers run within so many seconds."""
+    longest_s = budget_s - START_S
+    return choose(known, wanted, longest_s * WORKERS * BALANCE, longest_s)
+
+
+def files_to_begin_with() -> list[str]:
+    """Name the files with the tests of the change, the longest first; none without a repository."""
+    try:
+        changes = changes_since(None)
+    except NoRepositoryError:
+        return []
+    known = load()
+    return choose_within(known, wanted_of(known, changes), BUDGET_S).files
+
+
 def device_is_built() -> bool:
     """Whether the tests for a device of type cuda find it built (tests/fake_cuda/build.py)."""
     return any(Path(sys.prefix, "share", "fake_cuda").glob("*.so"))
@@ -79,7 +117,7 @@ def device_is_built() -> bool:
 def _print_left(tests: Sequence[str], enough_s: float) -> None:
     counts = Counter(test.partition("::")[0] for test in tests)
     files = ", ".join(f"{file} ({count})" for file, count in counts.most_common())
-    print(f"no time for {counted(len(tests), 'other test')}: {files}")
+    print(f"no time for other tests: {len(tests)}, in {files}")
     print(f"all run with: scripts/test.sh --changed --budget {enough_s:.0f}")
 
 

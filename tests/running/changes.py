@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import dataclass, field
 
 from tests.running.functions import line_range
-from tests.running.map_file import ROOT
+from tests.running.processes import ROOT
+from tests.running.revision import git
 
 HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
@@ -23,44 +23,51 @@ class Changes:
     was there before, or is left."""
 
 
-def git(*arguments: str) -> str:
-    """Run git in the repository; returns what it prints."""
-    command = ["git", "-c", "core.quotePath=false", *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+class NoRepositoryError(Exception):
+    """git is not there, or does not know this folder."""
+
+
+def _git(*arguments: str) -> str:
+    printed = git(*arguments)
+    if printed is None:
+        raise NoRepositoryError(f"git {' '.join(arguments)} fails: expected a repository")
+    return printed
 
 
 def tracked_files() -> list[str]:
     """All files of the repository, those included that are not yet added to it."""
-    names = git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    names = _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     return sorted(name for name in {*names} if (ROOT / name).is_file())
 
 
 def changes_since(ref: str | None) -> Changes:
     """Compare the working tree with its common ancestor with `ref`, by default with the main
-    branch; where that is the same, with the commit before."""
+    branch; where that is the same, with the commit before.
+
+    Raises NoRepositoryError.
+    """
     main = ref or next((name for name in ("origin/main", "main") if _exists(name)), "HEAD")
-    found = _compare(git("merge-base", main, "HEAD").strip(), main)
+    found = _compare(_git("merge-base", main, "HEAD"), main)
     if not found.lines and ref is None and _exists("HEAD~1"):
         return _compare("HEAD~1", "the commit before")
     return found
 
 
 def _exists(ref: str) -> bool:
-    command = ["git", "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}"]
-    return subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    return git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}") is not None
 
 
 def _compare(commit: str, name: str) -> Changes:
     diff = ("diff", "--no-renames", "--no-ext-diff", "--no-color")
     found = Changes(name)
-    for line in git(*diff, "--name-status", commit).splitlines():
+    for line in _git(*diff, "--name-status", commit).splitlines():
         status, file = line.split("\t")
         lines = 0
         if status == "M":
-            for first, count in HUNK.findall(git(*diff, "--unified=0", commit, "--", file)):
+            for first, count in HUNK.findall(_git(*diff, "--unified=0", commit, "--", file)):
                 start, number = int(first), int(count or 1)
                 lines |= line_range(start, start + (number - 1 if number else 1))
         found.lines[file] = lines
-    for file in git("ls-files", "--others", "--exclude-standard").splitlines():
+    for file in _git("ls-files", "--others", "--exclude-standard").splitlines():
         found.lines[file] = 0
     return found

@@ -2,7 +2,7 @@
 
 1. Lint, imports under the lowest Python and links of the documents, with types beside all that
    follows. A failure ends the run; if types fail, it ends there and then.
-2. The tests on three workers, those of changed files first.
+2. The tests on three workers, first the files with those that `--changed` would run.
 3. The tests marked `deadline`, one after the other with nothing beside them.
 4. What has failed, once more, alone: this shows whether it fails again, and changes nothing.
 """
@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from tests.running import lowest_python, processes
+from tests.running.changed import files_to_begin_with
 from tests.running.processes import Types
 from tests.running.record import Record, WholeRun, pytest_recorded
-from tests.running.revision import changed_tests, commit
+from tests.running.revision import commit
 
 DEFAULT = "not slow and not gpu and not full"
 FULL = "not slow and not gpu"
@@ -111,7 +112,7 @@ def _run_tests(phases: Phases, types: Types, full: bool, options: Sequence[str])
         record.add(recorded)
         return code in (PASSED, NOTHING_SELECTED)
 
-    first = [word for name in changed_tests() for word in ("--first", name)]
+    first = [word for name in files_to_begin_with() for word in ("--first", name)]
     phases.run("tests", lambda: passes(f"{marks} and not deadline", *WORKERS, *first))
     if record.alone and not types.failed():
         alone = tuple(record.alone)  # no other file has to be imported

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.full
 COMMAND = """
 import sys
 from pathlib import Path
-from tests.running import changed, changes, map_file
+from tests.running import changed, changes, map_file, revision
 root = Path.cwd()
-changed.ROOT = changes.ROOT = root
+changed.ROOT = changes.ROOT = revision.ROOT = root
 changed.load = lambda: map_file.load(root / "map.json")
 sys.exit(changed.main(sys.argv[1:]))
 """

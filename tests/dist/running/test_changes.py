@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import changes
-from tests.running.changes import Changes, changes_since, git, tracked_files
+from tests.running import changes, revision
+from tests.running.changes import Changes, NoRepositoryError, changes_since, tracked_files
 from tests.running.functions import line_range
+from tests.running.revision import git
 
 LINES = "".join(f"line {number}\n" for number in range(1, 10))
 
@@ -16,7 +17,8 @@ LINES = "".join(f"line {number}\n" for number in range(1, 10))
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with two commits on main."""
-    monkeypatch.setattr(changes, "ROOT", tmp_path)
+    for module in (changes, revision):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{name}_NAME", "a")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.org")
@@ -78,3 +80,11 @@ def test_commits_that_only_main_has_do_not_count(root: Path) -> None:
 def test_a_branch_of_the_origin_comes_before_one_s_own(root: Path) -> None:
     git("update-ref", "refs/remotes/origin/main", "HEAD~1")
     assert changes_since(None) == Changes("origin/main", {"two.py": 0})
+
+
+def test_without_a_repository_nothing_can_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revision, "ROOT", tmp_path)
+    with pytest.raises(NoRepositoryError, match="expected a repository"):
+        changes_since(None)

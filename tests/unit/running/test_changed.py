@@ -43,8 +43,8 @@ def test_it_names_what_runs_and_what_there_is_no_time_for(
         "compared with main:",
         "  megapipe/parts.py: 1 of 2 tests that execute it",
         "  LICENSE: 0 of 0 tests: none uses it",
-        "1 test of 1 file, 1 s of work",
-        f"no time for 1 other test: {FILE} (1)",
+        "tests: 1, in files: 1, 1 s of work",
+        f"no time for other tests: 1, in {FILE} (1)",
         "all run with: scripts/test.sh --changed --budget 521",
         f"{FILE}::test_quick",
     ]
