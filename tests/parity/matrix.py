@@ -101,7 +101,7 @@ def _is_cut(case: Case) -> bool:
 
 
 Rule = tuple[tuple[str, ...], Callable[[Case], bool]]
-"""Dimensions, and whether their values do not go together."""
+"""Dimensions, and whether a case has values of theirs that do not go together."""
 WITHOUT_EFFECT: list[Rule] = [
     (("context", "layout"), lambda c: c.cp == 1 and c.context != "ring"),
     (("context", "layout"), lambda c: c.cp % 4 > 0 and c.context in OF_FOUR),
@@ -118,7 +118,7 @@ WITHOUT_EFFECT: list[Rule] = [
     (("codec", "experts", "moe"), lambda c: c.codec != "none" and c.ep * c.etp == 1),
     (("codec", "dispatch"), lambda c: c.codec != "none" and c.dispatch == "fetch"),
 ]
-"""What a configuration may say, and a value does nothing beside the others."""
+"""Combinations that a configuration may have, in which one of the values does nothing."""
 BEYOND_THE_REFERENCE: list[Rule] = [
     # in a narrow type what is rounded to which step is decided by other roundings
     (("codec", "dtype"), lambda c: c.codec != "none" and c.dtype != "fp64"),
@@ -129,12 +129,12 @@ BEYOND_THE_REFERENCE: list[Rule] = [
             MOE.get(c.moe or "", {}).get("drop") == "score" and "positions" in MODELS[c.model]
         ),
     ),
-    # whose noise the reference draws for whole micro-batches
+    # the reference draws the noise of whole micro-batches
     (("dropout", "schedule"), lambda c: bool(c.dropout) and _is_cut(c)),
     # each rank traces for itself, and there are few cores
     (("compile", "layout", "in_process"), lambda c: c.compile and c.world > 4),
 ]
-"""What the package does, and a test cannot tell whether it is right, or not in little time."""
+"""Combinations that the package computes, and that no test can judge, or none in little time."""
 
 
 def dimensions_named(text: str, joint: Mapping[str, Sequence[str]]) -> frozenset[str]:
@@ -165,6 +165,7 @@ def to_blame(
 
 
 def blame(choice: Mapping[str, Any]) -> frozenset[str]:
+    """The dimensions of which some have to change for a choice to be legal; none if it is."""
     return to_blame(to_case(choice), [*WITHOUT_EFFECT, *BEYOND_THE_REFERENCE], JOINT)
 
 

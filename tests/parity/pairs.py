@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,12 +163,13 @@ class Pairs:
                 held.subtract(pairs_of(choice))
         return needed
 
-    def check_held(self, choices: Sequence[Choice], impossible: Sequence[Pair]) -> None:
+    def check_held(self, choices: Sequence[Choice], impossible: Collection[Pair]) -> None:
         """Every pair is held or among those that are impossible, and every value is held."""
         held: set[Pair] = set().union(*map(pairs_of, choices))
-        both = held & set(impossible)
+        without = set(impossible)
+        both = held & without
         assert not both, f"{min(both, key=str)} is held and said to be impossible"
-        lacking = [pair for pair in self.all() if pair not in held and pair not in impossible]
+        lacking = [pair for pair in self.all() if pair not in held and pair not in without]
         assert not lacking, f"{len(lacking)} pairs are in no case, the first is {lacking[0]}"
         values = set(itertools.chain.from_iterable(held))
         for name, of in self.dimensions.items():

@@ -81,7 +81,7 @@ RULES: list[Rule] = [
     (("reduce_chunk_mib", "dp"), lambda c: c.reduce_chunk_mib is not None and c.dp == 1),
     (("uneven", "size", "order"), lambda c: c.uneven and _stages(c) == 1),
 ]
-"""What a test takes too long for, and values that do nothing beside others."""
+"""Combinations that take a test too long, and those in which one of the values does nothing."""
 
 
 def _ahead(case: Case) -> int:
@@ -102,6 +102,7 @@ def _stages(case: Case) -> int:
 
 
 def blame(choice: Mapping[str, Any]) -> frozenset[str]:
+    """The dimensions of which some have to change for a choice to be legal; none if it is."""
     return to_blame(to_case(choice), RULES, JOINT)
 
 
