@@ -102,35 +102,45 @@ def run_timed(world: World, run: Callable[..., Any], cases: Sequence[Case]) -> l
     return outcomes
 
 
-def check_cases(cases: Sequence[Case], name: str = "parity") -> list[float]:
-    """Run cases of one number of ranks and compare each with the reference; returns their seconds.
-
-    Raises AssertionError with what is wrong of each case.
-    """
+def run_cases(cases: Sequence[Case], name: str) -> tuple[list[float], dict[int, str]]:
+    """Run cases of one number of ranks and compare each with the reference; returns their seconds
+    and, by their places, what is wrong of those that differ."""
     of = MATRICES[name]
     (ranks,) = {case.world for case in cases}
     limit_s = 60 + 20 * len(cases)
     results = run_world(ranks, run_timed, of.run, list(cases), timeout_s=limit_s)
-    seconds, wrong = [], []
-    for case, found in zip(cases, zip(*results, strict=True), strict=True):
+    seconds, wrong = [], {}
+    for place, (case, found) in enumerate(zip(cases, zip(*results, strict=True), strict=True)):
         began = time.monotonic()
         try:
             of.check(case, [outcome for outcome, _ in found])
         except AssertionError as error:
-            wrong.append(f"{case.name}: {error}")
+            wrong[place] = f"{case.name}: {error}"
         seconds.append(max(taken for _, taken in found) + time.monotonic() - began)
-    assert not wrong, "\n".join(wrong)
-    return seconds
+    return seconds, wrong
+
+
+def check_cases(cases: Sequence[Case]) -> None:
+    """Compare cases of the parity matrix, of one number of ranks, with the reference."""
+    _, wrong = run_cases(cases, "parity")
+    assert not wrong, "\n".join(wrong.values())
 
 
 def check_pairs(name: str, cases: Sequence[PairCase]) -> list[float]:
-    """Do as :func:`check_cases` does; an error has the command that repeats it."""
+    """Compare cases of one number of ranks with the reference; returns their seconds. An error has
+    the command that repeats it."""
     try:
-        return check_cases([case_of(name, case) for case in cases], name)
-    except AssertionError as error:
-        ids = ",".join(case.id for case in cases)
-        test = f"python -m pytest {MATRICES[name].test} -m full -k drawn --case {ids}"
-        raise AssertionError(f"{error}\nto repeat it: {test}") from None
+        seconds, wrong = run_cases([case_of(name, case) for case in cases], name)
+    except AssertionError as error:  # of a rank
+        raise AssertionError(f"{error}\n{_to_repeat(name, cases)}") from None
+    texts = [f"{text}\n{_to_repeat(name, [cases[place]])}" for place, text in wrong.items()]
+    assert not texts, "\n".join(texts)
+    return seconds
+
+
+def _to_repeat(name: str, cases: Sequence[PairCase]) -> str:
+    ids = ",".join(case.id for case in cases)
+    return f"to repeat it: python -m pytest {MATRICES[name].test} -m full -k drawn --case {ids}"
 
 
 def find(name: str, again: bool) -> None:

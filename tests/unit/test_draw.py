@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity import case_file, draw
+from tests.parity import case_file, draw, pair_runs
 from tests.parity.marks import in_parts, one_of
 
 
@@ -61,6 +61,15 @@ def test_some_commits_have_nearly_all_cases(matrix: str) -> None:
 def test_names_of_cases_are_names(matrix: str) -> None:
     cases, _ = case_file.read(matrix)
     assert len({case.id for case in cases}) == len(cases)
+
+
+def test_what_is_wrong_has_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = case_file.read("parity")[0][:3]
+    monkeypatch.setattr(pair_runs, "run_cases", lambda cases, name: ([1.0] * 3, {1: "off by 1"}))
+    with pytest.raises(AssertionError) as caught:
+        pair_runs.check_pairs("parity", cases)
+    test = "python -m pytest tests/dist/test_parity.py -m full -k drawn"
+    assert str(caught.value) == f"off by 1\nto repeat it: {test} --case {cases[1].id}"
 
 
 def marks_of(decorator: pytest.MarkDecorator) -> list[str]:
