@@ -11,16 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.parity.benchmark_files import BENCHMARKS
-from tests.parity.launches import fork_script
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
-LONG = (
-    *("bubble", "checkpoints", "data", "engine_overhead", "gpu_experts", "gpu_ladder", "memory"),
-    *("moe", "peers", "post_validation", "scale", "split_backward", "staleness", "startup"),
-    *("state_precision", "step", "streams", "tensor_parallel", "zero"),
-)
-"""Those that time whole steps or commands, or beside a peer's, at any size."""
+CHEAPEST = "schedule_scale"
+"""Runs in CI for all of them: their command line, table and file of results are shared code."""
 COUNTING = ("context_parallel", "memory", "scale", "zero")
 """Benchmarks that compare bytes and calls with formulas, which no machine makes slower."""
 
@@ -39,7 +34,7 @@ def run(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else pytest.mark.full, id=p.stem)
+        pytest.param(p, marks=() if p.stem == CHEAPEST else pytest.mark.slow, id=p.stem)
         for p in BENCHMARKS
     ],
 )
@@ -62,7 +57,3 @@ def test_a_benchmark_prints_a_table_and_writes_its_results(path: Path, tmp_path:
     for heading in results[0]:
         assert heading in done.stdout
 
-
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_an_unknown_option_is_refused(path: Path, tmp_path: Path) -> None:
-    assert fork_script(tmp_path, f"benchmarks/{path.name}", "--fast").code == 2

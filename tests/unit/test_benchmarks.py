@@ -37,6 +37,20 @@ def common(load: Callable[[str], Any]) -> Any:
     return load("common")
 
 
+def test_an_unknown_option_is_refused(
+    load: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One benchmark shows it, and all others have the same parser."""
+    with pytest.raises(SystemExit) as ended:
+        load("schedule_scale").main(["--fast"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --fast" in capsys.readouterr().err
+    for path in BENCHMARKS:
+        text = path.read_text(encoding="utf-8")
+        assert text.count("parser(__doc__") == text.count(".parse_args(arg") == 1, path.stem
+        assert "ArgumentParser(" not in text, path.stem
+
+
 def test_met_is_computed_from_value_and_target(common: Any) -> None:
     for value, at_least, met in [
         (1.0, False, True),
@@ -146,10 +160,18 @@ def test_a_ring_sends_each_piece_to_all_others(load: Callable[[str], Any]) -> No
 def test_bytes_unlike_the_formula_are_counted(
     load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    zero = load("zero")
-    formula = zero.formula
+    zero, measured = load("zero"), []
+    formula, observed = zero.formula, zero.observed
+
+    def noted(*case: Any) -> Any:
+        measured.append(observed(*case))
+        return measured[-1]
+
+    monkeypatch.setattr(zero, "observed", noted)
     claims = list(zero.byte_claims([2]))
     assert [(claim.value, claim.peer) for claim in claims] == [(0, "formula")] * 4
+    again = itertools.cycle(measured)
+    monkeypatch.setattr(zero, "observed", lambda *_: next(again))
     for i, field in enumerate(zero.Bytes._fields):
 
         def seven_times(*case: Any, i: int = i) -> Any:
@@ -210,7 +232,7 @@ def test_a_round_lasts_until_the_slowest_is_done(load: Callable[[str], Any]) -> 
     itertools.product(
         ["terapipe", "seq1f1b", "interleaved_seq1f1b"], ["keep", "selective", "full"]
     ),
-    full=4,
+    full=9,
 )
 def test_slices_of_unequal_lengths_hold_what_the_formula_says(
     load: Callable[[str], Any], schedule: str, policy: str

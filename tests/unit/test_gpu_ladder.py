@@ -96,6 +96,7 @@ def test_fewer_rows_than_configured_are_a_micro_batch_too(ladder: Any, mesh: Any
     assert [side.step() for _ in range(2)] == expected
 
 
+@pytest.mark.slow
 def test_both_sides_learn(ladder: Any, mesh: Any) -> None:
     size = replace(ladder.sizes.TOY, family={**ladder.sizes.LLAMA, "vocab_size": 50})
     sides = [
@@ -251,6 +252,7 @@ def test_time_is_shared_out_and_what_does_not_fit_is_named(
     assert [r.why for r in records] == ["its largest micro-batch was not found"]
 
 
+@pytest.mark.slow
 def test_state_that_does_not_fit_is_made_smaller_then_the_step_is_compiled(
     ladder: Any, work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +280,7 @@ def test_state_that_does_not_fit_is_made_smaller_then_the_step_is_compiled(
     assert {row.tokens for row in rows} == {2 * 3 * 16}
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_be_compiled_is_timed_as_it_is(
     ladder: Any, work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
