@@ -28,35 +28,22 @@ HEAVY = (
 """Half a second and more each, or what loads one of these."""
 
 
-def modules_after(*statements: str) -> set[str]:
-    code = "; ".join(("import sys", *statements, "print(*sys.modules)"))
-    done = subprocess.run(
+def run_python(*statements: str) -> subprocess.CompletedProcess[str]:
+    code = "; ".join(("import sys", *statements))
+    return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    return set(done.stdout.split())
 
 
-@pytest.mark.full
-def test_the_package_loads_no_torch_before_it_is_asked_for_something() -> None:
-    assert "torch" not in modules_after("import megapipe", "dir(megapipe)")
-    asked = modules_after(
-        "import megapipe", "megapipe.Pipeline, megapipe.spawn, megapipe.TrainStep"
-    )
-    assert "megapipe.library.pipeline" in asked
-    assert not asked.intersection(HEAVY) - modules_after("import torch")
+def modules_after(*statements: str) -> set[str]:
+    return set(run_python(*statements, "print(*sys.modules)").stdout.split())
 
 
-@pytest.mark.full
-def test_training_loads_nothing_heavy() -> None:
-    loaded = modules_after("import megapipe.train.trainer, megapipe.train.job")
-    assert {"torch", "megapipe.train.step", "megapipe.train.kernels"} <= loaded
-    assert not loaded.intersection(HEAVY) - modules_after("import torch")
-
-
-@pytest.mark.full
-def test_choosing_kernels_loads_nothing_heavy() -> None:
-    """A model that attends over whole sequences needs no more than the import did."""
-    loaded = modules_after(
+STAGES = {
+    "the package": ("import megapipe", "dir(megapipe)"),
+    "what it is asked for": ("megapipe.Pipeline, megapipe.spawn, megapipe.TrainStep",),
+    "training": ("import megapipe.train.trainer, megapipe.train.job",),
+    "kernels": (
         "import torch",
         "from megapipe.config import Config",
         "from megapipe.layout.resolve import resolve",
@@ -66,8 +53,26 @@ def test_choosing_kernels_loads_nothing_heavy() -> None:
         "kernels = select_kernels(config, needs, torch.device('cpu'), torch.float32)",
         "q = torch.randn(1, 4, 8, 16, requires_grad=True)",
         "kernels.attention(q, q, q, 0.0, None).sum().backward()",
-    )
-    assert not loaded.intersection(HEAVY) - modules_after("import torch")
+    ),
+}
+"""Statements that one process runs, and after each stage it tells what is loaded."""
+
+
+@pytest.mark.full
+def test_nothing_heavy_is_loaded_before_it_is_needed() -> None:
+    """No torch by the package alone, and by training no more than by torch; a model that attends
+    over whole sequences needs no more either."""
+    tell = "print(*sys.modules)"
+    statements = [each for stage in STAGES.values() for each in (*stage, tell)]
+    done = run_python(*statements)
+    package, asked, training, kernels = (set(line.split()) for line in done.stdout.splitlines())
+    assert "megapipe" in package
+    assert "torch" not in package
+    assert "megapipe.library.pipeline" in asked
+    assert {"torch", "megapipe.train.step", "megapipe.train.kernels"} <= training
+    heavy = set(HEAVY) - modules_after("import torch")
+    for stage, loaded in zip(STAGES, (package, asked, training, kernels), strict=True):
+        assert not loaded & heavy, stage
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from tests.parity.package_files import ADAPTERS, FILES, KERNELS, OPTIONAL, PACKAGE, inside
 
@@ -95,8 +98,9 @@ def imports(tree: ast.AST) -> Iterator[str]:
                 full = f"{node.module}.{alias.name}"
                 is_module = full in FILES or f"{full}.__init__" in FILES
                 yield full if is_module or node.module == "torch" else node.module
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
-            yield "torch.distributed"
+        elif isinstance(node, ast.Attribute) and node.attr == "distributed":
+            if isinstance(node.value, ast.Name) and node.value.id == "torch":
+                yield "torch.distributed"
 
 
 def on_import(tree: ast.Module) -> Iterator[str]:
@@ -123,9 +127,21 @@ def on_import(tree: ast.Module) -> Iterator[str]:
         yield from imports(statement)
 
 
-def parsed() -> Iterator[tuple[str, ast.Module]]:
+class Imports(NamedTuple):
+    """Modules that a file imports anywhere, and those of them that importing it imports."""
+
+    anywhere: frozenset[str]
+    early: frozenset[str]
+
+
+@functools.cache
+def imports_of_files() -> Mapping[str, Imports]:
+    """Each file of the package is parsed once for all tests."""
+    found = {}
     for name, path in FILES.items():
-        yield name, ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found[name] = Imports(frozenset(imports(tree)), frozenset(on_import(tree)))
+    return found
 
 
 EXAMPLE = """
@@ -171,11 +187,11 @@ def upward(importer: str, imported: Iterable[str]) -> list[str]:
 
 def test_imports_between_rooms_go_down() -> None:
     seen = set()
-    for name, tree in parsed():
+    for name, own in imports_of_files().items():
         if name in ("megapipe.__init__", "megapipe.__main__"):
             continue
         seen.add(room(name))
-        up = upward(name, imports(tree))
+        up = upward(name, own.anywhere)
         assert not up, f"{name} imports {up}: above it, see FLOORS"
     assert seen == set(FLOORS), "rooms without a floor, or floors without a room"
 
@@ -192,14 +208,14 @@ def test_one_upward_import_is_noticed() -> None:
 
 def test_schedules_and_plans_need_no_package_but_numpy() -> None:
     seen = 0
-    for name, tree in parsed():
+    for name, own in imports_of_files().items():
         if not inside(name, ("megapipe.schedule", "megapipe.context", "megapipe.experts")):
             continue
-        for module in imports(tree):
+        for module in own.anywhere:
             seen += 1
             package = module.partition(".")[0]
             if package == SCHEDULE_LATER.get(name):
-                assert module not in on_import(tree), f"{name} needs {module} to be imported"
+                assert module not in own.early, f"{name} needs {module} to be imported"
             else:
                 assert package in sys.stdlib_module_names | {"megapipe", "numpy"}, (
                     f"{name} imports {module}: numpy and the standard library are enough here"
@@ -209,9 +225,9 @@ def test_schedules_and_plans_need_no_package_but_numpy() -> None:
 
 def test_who_may_communicate() -> None:
     users = set()
-    for name, tree in parsed():
+    for name, own in imports_of_files().items():
         free = tuple(part for room, part in WITHOUT_GROUPS.items() if inside(name, (room,)))
-        used = {module for module in imports(tree) if inside(module, ("torch.distributed",))}
+        used = {module for module in own.anywhere if inside(module, ("torch.distributed",))}
         if any(not inside(module, free) for module in used):
             users.add(name)
     assert "megapipe.distributed.mesh" in users
@@ -219,12 +235,15 @@ def test_who_may_communicate() -> None:
 
 
 def test_optional_packages_are_not_needed_to_import() -> None:
-    for name, tree in parsed():
-        early = {module for module in on_import(tree) if inside(module, (*OPTIONAL, *ADAPTERS))}
+    for name, own in imports_of_files().items():
+        early = {module for module in own.early if inside(module, (*OPTIONAL, *ADAPTERS))}
         assert not early, f"{name} imports {early} at module level"
         if not inside(name, ("megapipe.ops",)):
-            kernels = {module for module in imports(tree) if inside(module, KERNELS)}
+            kernels = {module for module in own.anywhere if inside(module, KERNELS)}
             assert not kernels, f"{name} imports {kernels}: that is for megapipe.ops"
+
+
+FROM_TESTS = re.compile(r"^\s*(?:from|import)\s+(tests\.[\w.]+)", re.MULTILINE)
 
 
 def test_no_test_file_imports_from_another() -> None:
@@ -232,10 +251,9 @@ def test_no_test_file_imports_from_another() -> None:
     tests = PACKAGE.parent / "tests"
     seen = 0
     for path in tests.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module is not None:
-                seen += node.module.startswith("tests.")
-                assert not node.module.rpartition(".")[2].startswith("test_"), path
+        for module in FROM_TESTS.findall(path.read_text(encoding="utf-8")):
+            seen += 1
+            assert not module.rpartition(".")[2].startswith("test_"), path
     assert seen
 
 
@@ -248,10 +266,12 @@ def test_files_are_short_enough_to_read_in_one_sitting() -> None:
 
 def test_docstrings_say_what_things_are_or_do() -> None:
     files = {**FILES, **{str(path): path for path in (PACKAGE.parent / "scripts").glob("*.py")}}
+    texts = ((name, path.read_text(encoding="utf-8")) for name, path in files.items())
     strings = (
         (name, node.value)
-        for name, path in files.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name, text in texts
+        if '"What ' in text  # others have no such string, and are not parsed
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     evasive = [(name, text[:60]) for name, text in strings if text.startswith("What ")]

@@ -23,7 +23,7 @@ def lines(schedule):
     return [" ".join(map(str, schedule.rank_ops(rank))) for rank in range(len(schedule.ops))]
 
 
-def check_all_sizes(name, legal, ranks=8, **options):
+def check_all_sizes(name, legal, ranks=6, **options):
     """Every m <= 3p+2 at every legal p is valid, in order, and exactly as large as promised."""
     for p in range(1, ranks + 1):
         for m in range(1, 3 * p + 3):

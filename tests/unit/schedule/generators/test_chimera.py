@@ -29,7 +29,7 @@ def halving(p, m, **options):
 @pytest.mark.parametrize("pairs", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_all_sizes(name, pairs):
-    check_all_sizes(name, legal=lambda p: p % (2 * pairs) == 0, pairs=pairs)
+    check_all_sizes(name, legal=lambda p: p % (2 * pairs) == 0, ranks=8, pairs=pairs)
 
 
 def test_wrong_ranks():

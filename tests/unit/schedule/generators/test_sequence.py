@@ -113,7 +113,9 @@ def test_backwards_pop_the_slices_of_a_micro_batch_last_first():
 @pytest.mark.full
 def test_interleaved_runs_at_every_size():
     for (ranks, microbatches, slices), chunks in product(SIZES, (1, 2, 3)):
-        for group in (None, *range(1, microbatches + 1)):
+        if chunks + slices > 5:
+            continue  # both many: what they are multiplied by grows with both
+        for group in (None, *{1, min(2, microbatches), max(1, microbatches - 1), microbatches}):
             schedule = build(
                 "interleaved_seq1f1b",
                 ranks=ranks,

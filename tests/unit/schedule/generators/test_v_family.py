@@ -10,7 +10,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
 from megapipe.schedule.generators.zb_v import rank_ops
-from megapipe.schedule.ir import Schedule
+from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.memory import messages, peak_held, weight_copies
 from megapipe.schedule.placement import vee
 from megapipe.schedule.proof.validate import validate
@@ -51,7 +51,7 @@ def test_all_sizes(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@in_parts("p", RANKS, default=3, full=1)
+@in_parts("p", RANKS, default=4, full=2)
 def test_bubbles_and_peaks(name, p):
     """Published and measured independently: V-Half 3p-7 for even p, V-Min 4p-5, 1F1B-V 15, 33, 75
     at p = 4, 8, 16, with peaks p/2+1, (p+4) div 3 and 3, 6, 11. V-Min is one slot shorter here
@@ -63,7 +63,7 @@ def test_bubbles_and_peaks(name, p):
 
 
 @pytest.mark.parametrize("name", ["zb_v", "v_zb"])
-@pytest.mark.parametrize("p", RANKS)
+@in_parts("p", RANKS, default=4, full=2)
 def test_no_rank_of_zero_bubble_idles_within_its_own_span(name, p):
     for m in (2 * p - 1, 2 * p, 3 * p + 2):
         measured = timeline(build(name, ranks=p, microbatches=m))
@@ -71,7 +71,7 @@ def test_no_rank_of_zero_bubble_idles_within_its_own_span(name, p):
         assert measured.bubble_makespan == Fraction(p - 1, 6 * m + p - 1)
 
 
-@pytest.mark.parametrize("p", RANKS)
+@in_parts("p", RANKS, default=4, full=2)
 def test_half_the_bubble_of_1f1b_and_half_its_memory(p):
     """What the acceptance table rounds to p/(2m), 2p/(3m) and their peaks."""
     m = 3 * p
@@ -118,12 +118,12 @@ def test_zb_v_is_the_published_list(p, more):
 @pytest.mark.parametrize("p", range(1, 9))
 def test_v_zb_is_zb_v_but_for_its_weight_gradients(p):
     for m in (1, p, 2 * p - 1, 2 * p, 3 * p + 2):
+        both = [build(name, ranks=p, microbatches=m) for name in ("zb_v", "v_zb")]
         for rank in range(p):
-            both = [
-                [op for op in build(name, ranks=p, microbatches=m).rank_ops(rank) if op.kind != 3]
-                for name in ("zb_v", "v_zb")
-            ]
-            assert both[0] == both[1]
+            one, other = (
+                [op for op in each.rank_ops(rank) if op.kind != Kind.W] for each in both
+            )
+            assert one == other
 
 
 @pytest.mark.parametrize("p", range(2, 13))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.parity.written_tests import run_by_ci
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/decisions/tests.md").read_text(encoding="utf-8")
@@ -33,15 +31,8 @@ def named() -> Iterator[tuple[str, str]]:
             yield file, name
 
 
-@pytest.mark.full
 def test_each_case_has_tests_that_ci_runs() -> None:
     assert len(cases()) == CASES
     assert all(cases())
-    wanted = {f"tests/{file}::{name}" for file, name in named()}
-    files = sorted({name.partition("::")[0] for name in wanted})
-    chosen = ["-m", "not slow and not gpu", "-p", "no:cacheprovider", *files]
-    listed = [sys.executable, "-m", "pytest", "--collect-only", "-q", *chosen]
-    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert sorted(wanted - found) == []
+    missing = [test for test in named() if test[1] not in run_by_ci(f"tests/{test[0]}")]
+    assert missing == []
