@@ -27,6 +27,7 @@ from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, MegapipeError
 from tests.parity.converted import write_checkpoint
+from tests.parity.launches import fork_script
 from tests.parity.reference import init_random
 from tests.unit.model.transformers_models import model_of
 
@@ -164,10 +165,11 @@ def test_headers_are_not_believed(made: Path, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(made / "hf", tmp_path / str(number)))
         (folder / SHARD).write_bytes(bomb())
         folders.append(str(folder))
-    command = [sys.executable, "-c", OPEN.format(root=str(ROOT)), str(made / "hf"), *folders]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for bomb, line in zip(BOMBS, done.stdout.splitlines(), strict=True):
+    script = tmp_path / "open.py"
+    script.write_text(OPEN.format(root=str(ROOT)))
+    done = fork_script(tmp_path, str(script), str(made / "hf"), *folders)
+    assert done.code == 0, done.err
+    for bomb, line in zip(BOMBS, done.out.splitlines(), strict=True):
         said, seconds, kib = json.loads(line)
         assert said is not None, bomb
         assert said.isprintable(), bomb
@@ -214,12 +216,11 @@ sys.addaudithook(hook)
 answers = dict()
 for folder in others:
     within = str(folder)
-    for look in (check, read):
-        try:
-            look(folder)
-            answers.setdefault(within, []).append("taken")
-        except MegapipeError as error:
-            answers.setdefault(within, []).append(str(error))
+    try:
+        {{"step": check, "hf": read}}[folder.name.partition("-")[2]](folder)
+        answers[within] = "taken"
+    except MegapipeError as error:
+        answers[within] = str(error)
 within = None
 print(json.dumps([seen, answers]))
 """
@@ -267,10 +268,12 @@ def test_nothing_in_a_file_is_run(made: Path, tmp_path: Path) -> None:
     canary, number = tmp_path / "canary", 0
     folders: dict[str, str] = {}
 
-    def copy(what: str) -> Path:
+    def copy(what: str, kind: str) -> Path:
+        """A folder with the `kind` that is looked at, ``step`` or ``hf``."""
         nonlocal number
         number += 1
-        folder = Path(shutil.copytree(made, tmp_path / f"{number:03}"))
+        folder = tmp_path / f"{number:03}-{kind}"
+        shutil.copytree(made / kind, folder / kind)
         folders[str(folder)] = what
         return folder
 
@@ -285,22 +288,21 @@ def test_nothing_in_a_file_is_run(made: Path, tmp_path: Path) -> None:
     ]
     for place in [*places, *beside]:
         for kind in (pickled, zipped, source, archive):
-            kind(copy(f"{kind.__name__} {place}") / place, canary)
-    with_code(copy("code of a model"), canary)
-    command = [sys.executable, "-c", LOOK.format(root=str(ROOT)), str(made), *folders]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    seen, answers = json.loads(done.stdout)
+            kind(copy(f"{kind.__name__} {place}", place.partition("/")[0]) / place, canary)
+    with_code(copy("code of a model", "hf"), canary)
+    script = tmp_path / "look.py"
+    script.write_text(LOOK.format(root=str(ROOT)))
+    done = fork_script(tmp_path, str(script), str(made), *folders)
+    assert done.code == 0, done.err
+    seen, answers = json.loads(done.out)
     assert seen == []
     assert not canary.exists()
     assert len(answers) == len(folders) > 30
     for folder, what in folders.items():
         (place,) = what.split()[-1:]
-        of_step, of_hf = answers[folder]
-        refused = of_step if place.startswith("step/") else of_hf
-        assert "\n" not in of_step + of_hf
+        assert "\n" not in answers[folder]
         if place in places and place.endswith((".safetensors", "hf/config.json", "manifest.json")):
-            assert refused != "taken", what
+            assert answers[folder] != "taken", what
 
 
 @pytest.mark.slow
@@ -311,7 +313,7 @@ def test_the_hook_sees_what_is_run(made: Path, tmp_path: Path) -> None:
         "import pickle\ncheck = lambda f: (f / 'x').exists() and pickle.load(open(f / 'x', 'rb'))",
         "import runpy\ncheck = lambda f: (f / 'x.py').exists() and runpy.run_path(str(f / 'x.py'))",
     ):
-        folder = Path(shutil.copytree(made, tmp_path / str(len(change))))
+        folder = Path(shutil.copytree(made, tmp_path / f"{len(change)}-step"))
         pickled(folder / "x", canary)
         source(folder / "x.py", canary)
         text = LOOK.format(root=str(ROOT)).replace("seen, within", f"{change}\nseen, within")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.parity.jobs import ENDLESS, Job, arguments, tiny
 from tests.parity.launches import run_forked
+from tests.parity.marks import in_parts
 from tests.parity.sockets import EVERYWHERE, listening
 
 SECRETS = {
@@ -19,8 +20,7 @@ SECRETS = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("loss", ["null", "own:loss"])
+@in_parts("loss", ["null", "own:loss"], full=2)
 def test_no_file_of_a_run_has_a_secret_of_the_environment(loss: str, tmp_path: Path) -> None:
     """Nor what it prints, with all its reports, whether it ends well or crashes."""
     (tmp_path / "own.py").write_text("def loss(a, b, c): raise ValueError('no')\n")

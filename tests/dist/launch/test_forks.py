@@ -16,6 +16,7 @@ import pytest
 
 from megapipe.launch.forks import TRAIN, can_fork
 from tests.parity.jobs import ROOT, Job, arguments, tiny
+from tests.parity.marks import in_parts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")
 
@@ -95,8 +96,7 @@ def launched(folder: Path, program: list[str], forked: bool) -> list[dict[str, A
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("program", [["{folder}/train.py"], ["-m", "package", "train"]], ids=str)
+@in_parts("program", [["{folder}/train.py"], ["-m", "package", "train"]], full=2, ids=str)
 def test_a_rank_is_as_if_torchrun_had_started_it(program: list[str], tmp_path: Path) -> None:
     found = []
     for forked in (True, False):

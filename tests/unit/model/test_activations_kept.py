@@ -259,7 +259,7 @@ LARGER = {"hidden": 64, "head_dim": 16, "ffn_hidden": 192}
 
 
 @in_parts("name", POLICIES, default=["of each some"], full=["selective", "full", "offload"])
-@pytest.mark.parametrize(
+@in_parts(
     ("kind", "fields"),
     [
         ("gpt2", {"dtype": "bf16"}),
@@ -277,6 +277,7 @@ LARGER = {"hidden": 64, "head_dim": 16, "ffn_hidden": 192}
         ("gemma", {}),
         ("gemma", {"dtype": "bf16"}),
     ],
+    default=2,
 )
 def test_the_peak_within_an_operation_is_that_of_the_formula(
     kind: str, fields: dict[str, Any], name: str

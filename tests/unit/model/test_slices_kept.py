@@ -49,7 +49,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("lengths", [(3, 4, 1), (4, 4)])
 @in_parts("policy", POLICIES, default=6, full=3)
-@pytest.mark.parametrize(("kind", "fields"), MODELS)
+@in_parts(("kind", "fields"), MODELS, default=2)
 def test_storages_are_those_of_the_formula(
     kind: str, fields: dict[str, Any], policy: str, lengths: tuple[int, ...]
 ) -> None:
