@@ -56,4 +56,3 @@ def test_a_benchmark_prints_a_table_and_writes_its_results(path: Path, tmp_path:
     assert bool(by_formula) == (path.stem in COUNTING)
     for heading in results[0]:
         assert heading in done.stdout
-

@@ -76,6 +76,7 @@ def test_many_steps(world: int) -> None:
     check(LONG, world)
 
 
+@pytest.mark.full
 def test_many_steps_of_lars() -> None:
     """Its trust ratios are of whole matrices, of which a rank owns slices."""
     check([LARS], LARS.world)

@@ -249,6 +249,7 @@ def test_layers_with_experts(some: slice) -> None:
     )
 
 
+@pytest.mark.full
 @in_parts(("schedule", "dtype"), [("zb_v", "fp16"), ("zb_h1", BASE.dtype)], default=2)
 def test_fifty_steps(schedule: str, dtype: str, norms: dict[bool, float]) -> None:
     case = replace(BASE, schedule=schedule, dtype=dtype)

@@ -98,9 +98,12 @@ def imports(tree: ast.AST) -> Iterator[str]:
                 full = f"{node.module}.{alias.name}"
                 is_module = full in FILES or f"{full}.__init__" in FILES
                 yield full if is_module or node.module == "torch" else node.module
-        elif isinstance(node, ast.Attribute) and node.attr == "distributed":
-            if isinstance(node.value, ast.Name) and node.value.id == "torch":
-                yield "torch.distributed"
+        elif isinstance(node, ast.Attribute) and (
+            node.attr == "distributed"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        ):
+            yield "torch.distributed"
 
 
 def on_import(tree: ast.Module) -> Iterator[str]:

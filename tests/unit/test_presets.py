@@ -93,7 +93,7 @@ def test_gpt3_sizes_by_formula(name: str) -> None:
     assert PARAMETERS[name] == 12 * layers * h * h + 13 * layers * h + (50257 + 2048 + 2) * h
 
 
-@in_parts("path", FILES, default=4, full=2, ids=lambda path: path.stem)
+@in_parts("path", FILES, default=8, full=2, ids=lambda path: path.stem)
 def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
     """Also with a single replica, which shares its states with no other."""
     comment = path.read_text().partition("\nrun:")[0].replace("\n# ", " ")

@@ -232,6 +232,7 @@ def test_a_process_on_meta_allocates_what_the_formulas_say(
         assert giant.seen == scale.expected(config, layout, rank)
 
 
+@pytest.mark.full
 def test_what_an_update_is_undone_from(scale: Any) -> None:
     after, formula = [], []
     for chosen in ("false", "true"):

@@ -101,6 +101,7 @@ def test_a_disk_that_fills_leaves_whole_parts_and_no_more(
     assert [*Path(config.cache).iterdir()] == [made.folder]
 
 
+@pytest.mark.full
 def test_a_killed_preparation_goes_on_where_it_was(corpus: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole" / "x"
     command = [sys.executable, str(SCRIPT), "--source", str(corpus), "--workers", "1"]

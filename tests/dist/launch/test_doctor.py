@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megapipe.errors import LaunchError
 
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.full
 def test_the_command_on_a_machine_without_a_gpu() -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "scripts/doctor.py", *arguments]

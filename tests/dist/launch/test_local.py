@@ -120,6 +120,7 @@ def python(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 def test_a_plain_script_spawns_functions_of_its_own(tmp_path: Path) -> None:
     """Without a guard around what it does."""
     (tmp_path / "plain.py").write_text(

@@ -7,6 +7,8 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from megapipe.observe import Observer, build_sinks
 from tests.parity.observed import VALIDATION, wandb_config
 
@@ -22,6 +24,7 @@ def test_nothing_heavy_is_imported_until_it_is_switched_on():
     assert result.stdout == "[]\n"
 
 
+@pytest.mark.full
 def test_wandb_offline_needs_no_account(tmp_path, wandb_home, make_record):
     for step in (7, 8):  # the second time as a resumed run
         observer = build_sinks(wandb_config("offline"), tmp_path, {"run.seed": 31337})

@@ -16,6 +16,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return profile_step(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.full
 def test_a_merged_trace_has_processes_flows_and_one_clock_for_all(step: Path) -> None:
     run = [sys.executable, "-m", "megapipe.observe.profile", str(step)]
     done = subprocess.run(run, capture_output=True, text=True, check=True)

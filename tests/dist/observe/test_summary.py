@@ -27,6 +27,7 @@ def test_the_command_prints_it(run_folder):
     assert result.stderr == ""
 
 
+@pytest.mark.full
 def test_a_folder_without_a_summary_is_one_line(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "megapipe", "summary", str(tmp_path)],

@@ -103,6 +103,7 @@ def resume(world: World, case: Case) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
     ("case", "share"), [(CASE, 2), (REPLICATED, 4)], ids=["plain", "replicated"]

@@ -120,6 +120,7 @@ def test_ranks_that_are_gone_when_it_begins(
     assert [view.gone for view in hub.views().values()] == [True, True]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("comes", [True, False])
 def test_the_one_that_decides_waits_for_who_has_not_reached_it_yet(
     comes: bool, tmp_path: Path, ranks: list[subprocess.Popen[bytes]]

@@ -72,6 +72,7 @@ def test_appended_junk(path, file, junk):
     assert file in refused(path)
 
 
+@pytest.mark.full
 def test_a_flipped_bit_anywhere_in_any_file(path):
     rng = random.Random(0)
     flipped = 0

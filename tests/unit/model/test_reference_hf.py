@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megapipe.model.gpt.config import ModelConfig
+from tests.parity.marks import in_parts
 from tests.parity.reference import (
     assert_grads_close,
     init_random,
@@ -25,7 +26,7 @@ from tests.unit.model.transformers_models import (
 )
 
 
-@pytest.mark.parametrize("case", [*CASES, *FAMILIES, *MIXTURES])
+@in_parts("case", [*CASES, *FAMILIES, *MIXTURES], default=3, full=1)
 def test_logits_and_gradients_equal_transformers(case: str) -> None:
     model = for_the_loss_alone(model_of(case))
     params = init_random(model, seed=7)

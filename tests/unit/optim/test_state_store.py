@@ -353,6 +353,7 @@ def most_resident(folder: Path, window: int) -> int:
     return most
 
 
+@pytest.mark.full
 def test_state_on_a_disk_does_not_stay_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_the_page_shows_what_is_printed(
     assert printed(capsys, *command.split()).splitlines() == [line[4:] for line in lines]
 
 
+@pytest.mark.full
 def test_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
     keys = (RUN, *RANKS, "--layer", "2", "--slots", "1")
     told = json.loads(printed(capsys, *keys, "--json"))

@@ -261,7 +261,7 @@ def check(schedule: Schedule, prefetch: int, *, in_runs: bool) -> None:
         assert len(set(awaited)) == len(awaited), "each stage is awaited once"
 
 
-@in_parts("name", names(), default=2, full=1)
+@in_parts("name", names(), default=4, full=1)
 def test_registered_schedules(name: str) -> None:
     for i, schedule in enumerate(all_small(name, ranks=4, microbatches=3)):
         check(schedule, i % 3, in_runs=i % 2 == 0)

@@ -121,6 +121,7 @@ def test_text_shows_every_operation_in_order(schedule):
         ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("forward", [1, 2, 3, 50])
 def test_text_never_shows_a_part_of_a_number(forward):
     """At each rank every kind runs in micro-batch order, so a cut number would break it."""
@@ -291,6 +292,7 @@ def test_every_schedule_can_be_drawn(name):
     assert len(boxes) == sum(map(len, schedule.ops))
 
 
+@pytest.mark.full
 def test_png_is_the_same_picture(tmp_path):
     from matplotlib.image import imread
 

@@ -81,7 +81,7 @@ def check_messages(schedule: Schedule, counts: tuple[int, ...]) -> None:
         assert number <= sent[line]
 
 
-@in_parts("name", names(), default=2, full=1)
+@in_parts("name", names(), default=4, full=1)
 def test_registered_schedules(name: str) -> None:
     for schedule in all_small(name, ranks=4, microbatches=3):
         check(schedule)

@@ -54,6 +54,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records if record["kind"] == "step"]
 
 
+@pytest.mark.full
 def test_objects_train_as_their_names_do(tmp_path: Path) -> None:
     given = settings(tmp_path / "a")
     run = megapipe.train(given, model=layers, data=Counting, loss=squares, rule=Plain)

@@ -19,6 +19,7 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import loop, mirrored, vee
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import to_csv
+from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_cases import all_small, references, registered
 from tests.unit.schedule.token_game import gradients_in_order, peaks
 
@@ -86,7 +87,7 @@ def check(schedule):
     return report
 
 
-@pytest.mark.parametrize("name", names())
+@in_parts("name", names(), default=4, full=1)
 def test_small_schedules(name):
     microbatches = 6 if accepts(name) >= {"chunks", "slices"} else 8
     cases = list(all_small(name, ranks=4, microbatches=microbatches))

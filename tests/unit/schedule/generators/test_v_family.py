@@ -120,9 +120,7 @@ def test_v_zb_is_zb_v_but_for_its_weight_gradients(p):
     for m in (1, p, 2 * p - 1, 2 * p, 3 * p + 2):
         both = [build(name, ranks=p, microbatches=m) for name in ("zb_v", "v_zb")]
         for rank in range(p):
-            one, other = (
-                [op for op in each.rank_ops(rank) if op.kind != Kind.W] for each in both
-            )
+            one, other = ([op for op in each.rank_ops(rank) if op.kind != Kind.W] for each in both)
             assert one == other
 
 

@@ -82,7 +82,7 @@ def test_peaks(p):
         )
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 11])
+@in_parts("p", [1, 2, 3, 4, 8, 11], default=3, full=1)
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
 def test_zb_1p_has_the_published_bubble(p, F, I, W):  # noqa: E741
     cost = Cost(F, I, W)
@@ -101,7 +101,7 @@ def test_where_the_published_bubble_of_zb_1p_does_not_hold():
 
 
 @pytest.mark.parametrize("name", ["zb_1p", "zb_2p"])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@in_parts("p", [1, 2, 3, 4, 8], default=3, full=1)
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
 def test_few_microbatches(name, p, F, I, W):  # noqa: E741
     cost = Cost(F, I, W)

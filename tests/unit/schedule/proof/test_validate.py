@@ -320,6 +320,7 @@ def test_joined_operations_hold_both_inputs_at_once():
     assert channels(joined) == (Channel(0, 1, 2, 2), Channel(1, 0, 2, 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -216,7 +216,7 @@ def test_the_inner_times_are_those_of_the_simulator(drawn):
 
 
 @pytest.mark.parametrize("placement", [loop(4), loop(3, 2), vee(4), PLACEMENTS["wave"](2)])
-@pytest.mark.parametrize("objective", ["makespan", "span"])
+@in_parts("objective", ["makespan", "span"], default=2, full=1)
 def test_no_rule_gets_stuck_with_room_for_one_microbatch(placement, objective):
     problem = instance(placement, 5, Cost(3, 4, 2, latency=1), memory_limit=1, objective=objective)
     for rule in rules(problem):

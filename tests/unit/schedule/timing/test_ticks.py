@@ -115,6 +115,7 @@ def test_decimals_of_17_digits_stay_exact(f, i, w, latency, overlap, name):
         assert sum(causes) == timeline.makespan - busy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "narrow", "recompute"),
     [
