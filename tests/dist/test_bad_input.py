@@ -91,7 +91,7 @@ def test_the_table_is_long_and_wide() -> None:
     assert {bad.code for bad in TABLE} == {2, 3, 4, 5, 6, 7}
 
 
-@in_parts("bad", TABLE, default=63, full=9, ids=lambda bad: bad.name)
+@in_parts("bad", TABLE, default=63, full=18, ids=lambda bad: bad.name)
 def test_by_two_ranks_or_more(bad: Bad, made: Path, tmp_path: Path) -> None:
     folder = folder_of(bad, made, tmp_path)
     outcome = run(bad, folder, bad.ranks)

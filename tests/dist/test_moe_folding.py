@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.parity.bitwise import check_groups
-from tests.parity.marks import one_of
+from tests.parity.marks import in_parts, one_of
 from tests.parity.named_settings import MOE
 from tests.parity.ranks import Case
 
@@ -64,7 +64,7 @@ def test_every_setting_is_over_an_axis_and_in_halves() -> None:
         assert len(over) > 1, f"no axis has a size for {name}"
 
 
-@pytest.mark.parametrize("fold", FOLDS)
+@in_parts("fold", FOLDS, full=2)
 @one_of(12)
 def test_every_setting_is_that_of_one_process(fold: str, some: slice) -> None:
     """CI has other settings over each axis."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.stand_ins import write_program
+from tests.parity.marks import in_parts
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -116,7 +117,7 @@ def test_sbatch_passes_a_mistake_on_and_does_not_requeue(cluster):
     assert not (cluster / "scontrol.log").exists()
 
 
-@pytest.mark.parametrize("before", [0, 3])
+@in_parts("before", [0, 3], full=2)
 def test_after_a_fault_the_job_is_requeued_some_times(cluster, monkeypatch, before):
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(before))
     (cluster / "train.py").write_text("import os; os.kill(os.getpid(), 9)")
@@ -133,7 +134,7 @@ def test_ahead_of_the_time_limit_the_ranks_save_and_the_job_is_requeued(cluster)
     assert (cluster / "scontrol.log").read_text() == "requeue 4711\n"
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(4, ["requeue 4711\n"]), (0, [])])
+@in_parts(("code", "requeued"), [(4, ["requeue 4711\n"]), (0, [])], full=2)
 def test_what_comes_of_a_job_that_does_not_end_by_the_signal(cluster, code, requeued):
     """A fault while it saves, or its own end."""
     rank = RANK.format(seconds=30, code=0)

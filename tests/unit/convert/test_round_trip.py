@@ -81,7 +81,7 @@ def test_every_row_of_the_table_has_a_case() -> None:
     assert {row_of(model_of(case)).model_type for case in ALL} == TABLE.keys()
 
 
-@in_parts("case", ALL, default=3, full=1)
+@in_parts("case", ALL, default=6, full=2)
 def test_from_megapipe_to_transformers_and_back(case: str, tmp_path: Path) -> None:
     model = fp32(case)
     params = init_random(model, seed=5, dtype=torch.float32)

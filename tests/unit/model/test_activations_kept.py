@@ -236,7 +236,7 @@ def test_bytes_are_those_of_the_formula(kind: str, fields: dict[str, Any], name:
 
 
 @in_parts("name", OF_EXPERTS, default=["full"], full=["keep", "of each some", "experts again"])
-@pytest.mark.parametrize(("kind", "fields"), WITH_EXPERTS)
+@in_parts(("kind", "fields"), WITH_EXPERTS, default=2)
 def test_bytes_of_layers_with_experts(kind: str, fields: dict[str, Any], name: str) -> None:
     """Beside what they tell of their routing, which is a few numbers."""
     model = model_of(kind, **fields)
@@ -291,7 +291,7 @@ def test_the_peak_within_an_operation_is_that_of_the_formula(
 
 
 @in_parts("name", OF_EXPERTS, full=["full", "of each some"])
-@pytest.mark.parametrize(
+@in_parts(
     ("kind", "fields"),
     [
         ("gpt2", {"moe": "top 2", "dtype": "bf16"}),
@@ -304,6 +304,7 @@ def test_the_peak_within_an_operation_is_that_of_the_formula(
         ("gpt2", {"moe": "pyramid"}),
         ("gpt2", {"moe": "capacity, score"}),
     ],
+    default=2,
 )
 def test_the_peak_within_an_operation_of_layers_with_experts(
     kind: str, fields: dict[str, Any], name: str

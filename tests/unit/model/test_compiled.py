@@ -31,6 +31,7 @@ from tests.parity.compiled_stages import (
     run,
     stage_of,
 )
+from tests.parity.marks import in_parts
 
 pytestmark = pytest.mark.full
 
@@ -50,7 +51,7 @@ def products(stage: Stage, bucket: Bucket) -> int:
     return sum(counts.values())
 
 
-@pytest.mark.parametrize("policy", ["full", "stage"])
+@in_parts("policy", ["full", "stage"], default=2, full=1)
 def test_a_product_that_nobody_needs_is_left_out(policy: str) -> None:
     """A block that is run again ends without its last product, compiled or not."""
     model = model_of("llama")
@@ -66,7 +67,7 @@ def test_a_product_that_nobody_needs_is_left_out(policy: str) -> None:
     assert products(*stage(plain)) == products(*stage(None))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@in_parts("name", ["gpt2", "llama"], full=2)
 def test_the_same_graphs_serve_all_blocks_of_all_stages(name: str) -> None:
     model, traced = model_of(name), Traced()
     check(model, traced)

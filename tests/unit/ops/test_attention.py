@@ -138,7 +138,7 @@ def test_slopes_of_alibi() -> None:
 
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize(("s", "groups"), [(T, 4), (5, 2)])
-@in_parts("scores", [PLAIN, *SCORES.values()], default=4, full=2)
+@in_parts("scores", [PLAIN, *SCORES.values()], default=4, full=4)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex(s: int, groups: int, with_documents: bool, scores: Scores) -> None:
     """Its values; it has no backward on the CPU."""

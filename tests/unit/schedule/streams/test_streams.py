@@ -101,7 +101,7 @@ def check_closed_forms(order: str, p: int, m: int, a: int) -> None:
                 assert backward == [Read(t, -Fraction(w, m)) for t in own]
 
 
-@in_parts(("order", "p", "m", "a"), small(), default=3, full=1)
+@in_parts(("order", "p", "m", "a"), small(), default=3, full=3)
 def test_closed_forms(order: str, p: int, m: int, a: int) -> None:
     check_closed_forms(order, p, m, a)
 
@@ -123,7 +123,7 @@ def check_times(order: str, p: int, m: int, a: int) -> None:
         assert window_times(late, Cost(F=2, B=3)).window == 5 * m
 
 
-@pytest.mark.parametrize(("order", "p", "m", "a"), [*small()])
+@in_parts(("order", "p", "m", "a"), small(), default=3, full=3)
 def test_times(order: str, p: int, m: int, a: int) -> None:
     check_times(order, p, m, a)
 
