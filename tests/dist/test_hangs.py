@@ -113,7 +113,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_a_killed_rank_whose_connections_stay_open(tmp_path: Path) -> None:
     """Nobody has to wait for the time-out, and torchrun's request to stop does not keep it up."""
-    fault = Fault(1, "die", action=3, seconds=8.0)
+    fault = Fault(1, "die", action=3, seconds=15.0)
     given = arguments({**tiny(tmp_path), **ENDLESS, "parallel.tp": "2", "parallel.timeout_s": "60"})
     script = tmp_path / "with_fault.py"
     callbacks = str(write_callbacks(tmp_path, fault))
