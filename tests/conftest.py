@@ -20,12 +20,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # no drawn example fails because the machine is busy
-settings.register_profile(
-    "patient",
-    deadline=None,
-    max_examples=50,  # others in each run
-    suppress_health_check=[HealthCheck.too_slow],
-)
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 

@@ -56,7 +56,7 @@ def may_run(
     return True
 
 
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(schedules(), st.integers(0, 3), st.integers(0, 2), st.booleans())
 def test_nobody_waits_for_ever(
     schedule: Schedule, zero: int, prefetch: int, chunked_loss: bool

@@ -85,7 +85,7 @@ def most_alive(schedule, rank, freed):
     return most
 
 
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(schedules(), st.fractions(0, 1, max_denominator=4))
 def test_peaks_are_those_of_intervals(schedule, freed):
     held, weighted = peak_held(schedule), peak_weighted(schedule, freed)
@@ -94,7 +94,7 @@ def test_peaks_are_those_of_intervals(schedule, freed):
         assert weighted[rank] == most_alive(schedule, rank, freed)
 
 
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(schedules())
 def test_messages_are_those_of_the_programs(schedule):
     programs = lower(schedule)
@@ -136,7 +136,7 @@ def test_the_curve_of_a_rank():
     assert weighted == [(0, 1), (1, 2), (2, 2), (4, Fraction(3, 2)), (7, 1), (12, 0)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(schedules())
 def test_the_curve_tops_out_at_the_peak_and_ends_at_nothing(schedule):
     timeline = simulate(schedule)

@@ -112,7 +112,7 @@ def test_forward_only_is_told():
 
 
 @pytest.mark.full
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(schedules())
 def test_there_and_back(schedule):
     assume(all(schedule.ops))

@@ -104,7 +104,7 @@ def test_any_size(schedule):
     check(schedule)
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(references())
 def test_gpipe_and_forward_only_on_any_placement(schedule):
     report = check(schedule)

@@ -119,7 +119,7 @@ def test_refill_starts_a_weight_gradient_that_ends_too_late_where_that_is_shorte
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 4), st.integers(1, 8), st.booleans())
 def test_attempts_take_the_time_that_the_simulator_gives(data, p, m, eager):
     name = data.draw(st.sampled_from(["zb_h1", "zb_v", "v_half", "grouped_interleaved"]))

@@ -147,7 +147,7 @@ times = st.fractions(min_value=Fraction(1, 5), max_value=4, max_denominator=5)
 
 
 @pytest.mark.full
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.sampled_from(["zb_v", "v_zb", "v_half", "v_min"]), st.data())
 def test_at_a_cost_no_schedule_is_longer_nor_holds_more(name, data):
     p, m = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 14))

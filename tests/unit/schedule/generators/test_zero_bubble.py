@@ -113,7 +113,7 @@ def test_few_microbatches(name, p, F, I, W):  # noqa: E741
 times = st.fractions(min_value=Fraction(1, 5), max_value=4, max_denominator=5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_times_and_any_limit(data):
     """Uneven stages trip the published heuristic; here a limit of 1 is enough for any of them."""

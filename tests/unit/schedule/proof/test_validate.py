@@ -348,7 +348,7 @@ def test_every_order_of_a_tiny_schedule(schedule):
 
 
 @in_parts("walk", WALKS, default=["a loop"], full=1)
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(schedules(), st.integers(0, 4), st.integers(0, 2**32))
 def test_altered_schedules_are_judged_as_the_token_game_judges(walk, schedule, changes, seed):
     rng = random.Random(seed)
@@ -359,7 +359,7 @@ def test_altered_schedules_are_judged_as_the_token_game_judges(walk, schedule, c
 
 
 @pytest.mark.full
-@settings(max_examples=80)
+@settings(max_examples=200)
 @given(schedules(), st.integers(1, 3), st.integers(0, 2**32))
 def test_ranks_that_are_read_together_get_the_error_of_one_alone(schedule, changes, seed):
     rng = random.Random(seed)
@@ -390,7 +390,7 @@ def test_six_operations_are_read_at_once_or_those_of_one_rank(lengths, together)
 
 
 @pytest.mark.full
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(dealt())
 def test_reports_are_those_of_the_token_game(schedule):
     report = validate(schedule)

@@ -156,7 +156,7 @@ def instances(draw):
 
 
 @pytest.mark.full
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(instances())
 def test_valid_within_the_limit_and_never_worse_than_what_is_registered(drawn):
     ranks, m, name, cost, limit, freed, objective = drawn

@@ -192,7 +192,7 @@ def test_validation_has_nothing_to_reduce():
 
 
 @pytest.mark.full
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(schedules(), st.data())
 def test_reductions_are_as_early_as_their_lane_allows(schedule, data):
     cost = replace(data.draw(costs(schedule)), buckets=())

@@ -102,7 +102,7 @@ def test_lists_hold_what_they_have_room_for(largest):
     assert [*values] == [0, -1, 0, largest]
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(*[printed] * 5, st.sampled_from(["zb_h1", "1f1b", "chimera", "seq1f1b", "dualpipe"]))
 def test_decimals_of_17_digits_stay_exact(f, i, w, latency, overlap, name):
     schedule = build(name, ranks=4, microbatches=8)
