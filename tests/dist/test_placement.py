@@ -129,7 +129,7 @@ def test_copies_change_no_result() -> None:
     check(SMALL[:2])
 
 
-@one_of(12)
+@one_of(6)
 @pytest.mark.parametrize("cases", [SMALL[2:], LARGE], ids=["2", "4"])
 def test_copies_change_no_result_in_more_layouts(cases: list[Case], some: slice) -> None:
     check(cases[some])

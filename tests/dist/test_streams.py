@@ -243,7 +243,7 @@ def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[StaleOutcome],
     return outcomes, numbers
 
 
-@one_of(7)
+@one_of(4)
 def test_compiled_blocks_keep_the_version_of_their_forward(some: slice) -> None:
     ((outcomes, numbers),) = run_world(1, run_traced, COMPILED[some], timeout_s=240)
     for case, outcome, graphs in zip(COMPILED[some], outcomes, numbers, strict=True):
