@@ -233,6 +233,7 @@ def test_ctrl_c_ends_the_tests_and_the_types_beside_them(tree):
             start_new_session=True,
         )
         while PYTEST not in started_in(tree):
+            assert started.poll() is None
             time.sleep(0.1)
         os.killpg(started.pid, signal.SIGINT)
         started.communicate(timeout=60)  # its output ends with the last process that has it

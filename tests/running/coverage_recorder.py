@@ -17,7 +17,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from unittest import mock
 
 import coverage
 import pytest
+
+from tests.running.coverage_records import FIXTURE, IMPORT, Lines, Record
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "MEGAPIPE_RECORDS"
@@ -48,29 +49,6 @@ include =
     {root}/train.py
 omit = */test_*.py, {root}/tests/running/*_recorder.py, {root}/tests/running/forked_*.py
 """
-FIXTURE = "fixture "
-"""Begins the name of what is recorded for a fixture, which several tests may share."""
-IMPORT = "import "
-"""Begins the name of what is recorded while a file of tests is imported."""
-Lines = dict[str, int]
-"""File -> its executed lines: bit n is set for line n."""
-
-
-@dataclass
-class Record:
-    """Everything recorded until the end of a file of tests."""
-
-    file: str
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By test, without its shared fixtures, and by shared fixture."""
-    fixtures: dict[str, list[str]] = field(default_factory=dict)
-    """Test -> the shared fixtures that it uses."""
-    opened: dict[str, list[str]] = field(default_factory=dict)
-    """Test, fixture or import -> files of the repository that it opens or runs, but for Python's
-    cache."""
-    executed: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Test or fixture -> :data:`Lines`, in hexadecimal digits. An import is not among them: what it
-    executes is more often registering than testing, and the first file that imports it has it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,10 +9,33 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from tests.running.coverage_recorder import FIXTURE, IMPORT, Lines, Record
-
 LONG_S = 10.0
 """The cases of a test that takes longer than this are tests by themselves."""
+
+
+FIXTURE = "fixture "
+"""Begins the name of what is recorded for a fixture, which several tests may share."""
+IMPORT = "import "
+"""Begins the name of what is recorded while a file of tests is imported."""
+Lines = dict[str, int]
+"""File -> its executed lines: bit n is set for line n."""
+
+
+@dataclass
+class Record:
+    """Everything recorded until the end of a file of tests."""
+
+    file: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By test, without its shared fixtures, and by shared fixture."""
+    fixtures: dict[str, list[str]] = field(default_factory=dict)
+    """Test -> the shared fixtures that it uses."""
+    opened: dict[str, list[str]] = field(default_factory=dict)
+    """Test, fixture or import -> files of the repository that it opens or runs, but for Python's
+    cache."""
+    executed: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Test or fixture -> :data:`Lines`, in hexadecimal digits. An import is not among them: what it
+    executes is more often registering than testing, and the first file that imports it has it."""
 
 
 @dataclass

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.running.coverage_recorder import FOLDER, IMPORT, ROOT
-from tests.running.coverage_records import combine, read_records
+from tests.running.coverage_recorder import FOLDER, ROOT
+from tests.running.coverage_records import IMPORT, combine, read_records
 from tests.running.functions import parse
 
 pytestmark = pytest.mark.full

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.running.coverage_recorder import FIXTURE, IMPORT, Record
-from tests.running.coverage_records import LONG_S, combine, read_records
+from tests.running.coverage_records import FIXTURE, IMPORT, LONG_S, Record, combine, read_records
 from tests.running.map_file import CoverageMap, digest, load, save
 
 FILE, SHARED = "tests/unit/test_a.py", f"{FIXTURE}tests/unit::shared"
