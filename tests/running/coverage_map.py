@@ -51,7 +51,10 @@ def main(argv: Sequence[str]) -> int:
     for file in chosen:  # one may have slow tests alone
         recorded.shared_s.setdefault(file, 0.0)
     new = build(ROOT, tracked, recorded)
-    save(update(load(), new) if given.files else new)
+    known = load()
+    for file in known.seconds.keys() - {*every}:  # it is gone
+        del known.seconds[file]
+    save(update(known, new) if given.files else new)
     shutil.rmtree(RECORDS)
     print(f"wrote {os.path.relpath(MAP)}: {len(recorded.tests)} tests recorded")
     return 0 if status == NO_TESTS else status

@@ -89,8 +89,8 @@ def is_test_file(file: str) -> bool:
 def update(known: CoverageMap, recorded: CoverageMap) -> CoverageMap:
     """Put what was recorded of some files of tests into a map, in place of what it says of them.
 
-    Tests that the map names for a function stay where they are, if they still execute it. New ones
-    that mirror the file come before them, and others after them.
+    Tests that the map names for a function stay where they are, if they still execute it and their
+    file has seconds. New ones that mirror the file come before them, and others after them.
     """
     seconds = {**known.seconds, **recorded.seconds}
     tests: dict[str, dict[str, list[str]]] = {}
@@ -102,7 +102,8 @@ def update(known: CoverageMap, recorded: CoverageMap) -> CoverageMap:
             kept = [
                 test
                 for test in before.get(name, [])
-                if test in new or test.partition("::")[0] not in recorded.seconds
+                if test in new
+                or test.partition("::")[0] in known.seconds.keys() - recorded.seconds.keys()
             ]
             first = [test for test in new if test not in kept and mirrors(test, file)]
             last = [test for test in new if test not in kept and test not in first]
