@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests, in the .venv that it makes when there is none:
-#   scripts/test.sh                          ten minutes on two cores
+#   scripts/test.sh --changed                what a change needs, in three minutes
+#   scripts/test.sh                          all without a mark
 #   scripts/test.sh --full                   all that CI runs
 #   scripts/test.sh tests/unit -k schedule   arguments go to pytest, which then runs in one process
 #   scripts/test.sh --help                   everything else (tests/running)

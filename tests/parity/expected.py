@@ -218,13 +218,20 @@ def travel_rounding(case: Case, *, experts: bool = False) -> float:
     """
     main = "fp64" if case.dtype == "fp64" else "fp32"
     copies = case.grid.copies(experts=experts)
-    held = case.replicas is not None and not case.in_process
+    held = has_holders(case) and not case.in_process
     summed = copies > 1 or held if experts else case.replicated
     if case.reduce_dtype in (None, main) or not summed:
         return 0.0
     whole = case.shard_size is None and case.replicas is None
     once = case.zero in (1, 2) and whole and copies > 1
     return (1 if once else 3) * ROUNDING[case.reduce_dtype] * (1 + ROUNDING["bf16"]) ** 2
+
+
+@functools.lru_cache(maxsize=64)
+def has_holders(case: Case) -> bool:
+    """Whether several pipeline ranks have the same stage."""
+    placement = configure(case)[1].schedule.placement
+    return any(len(placement.holders(stage)) > 1 for stage in range(placement.stages))
 
 
 def travelling(

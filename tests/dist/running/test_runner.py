@@ -18,6 +18,8 @@ from tests.running import lowest_python, slow
 
 ROOT = Path(__file__).parents[3]
 LINKS = "def test_links() -> None:\n    pass\n"
+ENVIRON = {name: of for name, of in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+"""The environment of a command, which is no worker's."""
 TREE = {
     "train.py": "import os\n\nstep: int = os.getpid()\n",
     "tests/unit/test_docs.py": LINKS,
@@ -133,7 +135,7 @@ def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tests.running", *arguments],
         cwd=tree,
-        env={**os.environ, "PIP_NO_INDEX": "1"},
+        env={**ENVIRON, "PIP_NO_INDEX": "1"},
         capture_output=True,
         text=True,
         timeout=120,
