@@ -91,8 +91,8 @@ OF_FOUR = ("double ring", "teams", "usp", "usp, context first")
 
 def _is_narrow(case: Case) -> bool:
     """Whether rows of an expert's width have too few bytes for a grouped product."""
-    width = MOE.get(case.moe or "", {}).get("ffn", 16) // case.etp
-    return width * (4 if case.dtype == "fp32" else 2) % 16 > 0
+    width = MOE.get(case.moe or "", {}).get("ffn") or MODELS[case.model].get("ffn_hidden", 64)
+    return width // case.etp * (4 if case.dtype == "fp32" else 2) % 16 > 0
 
 
 def _is_cut(case: Case) -> bool:
@@ -114,7 +114,10 @@ WITHOUT_EFFECT: list[Rule] = [
     (("post_validation", "layout"), lambda c: c.post_validation and c.pp == 1),
     (("grouped", "moe"), lambda c: c.grouped and c.moe is None),
     (("grouped", "dtype"), lambda c: c.grouped and c.dtype == "fp64"),
-    (("grouped", "dtype", "moe", "experts"), lambda c: c.grouped and _is_narrow(c)),
+    (
+        ("grouped", "dtype", "moe", "experts", "model"),
+        lambda c: c.grouped and c.moe is not None and _is_narrow(c),
+    ),
     (("codec", "experts", "moe"), lambda c: c.codec != "none" and c.ep * c.etp == 1),
     (("codec", "dispatch"), lambda c: c.codec != "none" and c.dispatch == "fetch"),
 ]
