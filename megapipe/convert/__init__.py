@@ -7,7 +7,7 @@ or of any :class:`~megapipe.convert.source.Source`: :mod:`megapipe.convert.megat
 """
 
 from megapipe.convert.adopt import adopt
-from megapipe.convert.export import export
+from megapipe.convert.export import check_export, export
 from megapipe.convert.folder import HuggingFaceFolder
 
-__all__ = ["HuggingFaceFolder", "adopt", "export"]
+__all__ = ["HuggingFaceFolder", "adopt", "check_export", "export"]

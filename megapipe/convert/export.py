@@ -14,6 +14,7 @@ from torch import Tensor
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
 from megapipe.convert.adapters import Adapters
+from megapipe.convert.class_check import check_class
 from megapipe.convert.fresh import fresh_folder
 from megapipe.convert.shards import Named, plan, write
 from megapipe.convert.source import KIND
@@ -94,6 +95,7 @@ def export(
     model_type: str | None = None,
     shard_bytes: int = 5 * 10**9,
     tokenizer: str | None = None,
+    is_checked: bool = False,
     tell: Callable[[str], None] = lambda line: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> None:
@@ -106,12 +108,14 @@ def export(
         model_type: the class; default: the first in the table that can express the model.
         shard_bytes: most bytes of a file, unless one tensor has more.
         tokenizer: as ``data.tokenizer``, whose value in the run is the default; none: no files.
+        is_checked: :func:`check_export` has been called for this model.
         tell: is given a line for each file of weights.
         warn: is given a line where the tokenizer has no files, or where ``AutoTokenizer`` makes
             other ids by them.
 
     Raises:
-        ConfigError: no class can express the model, or the tokenizer has more ids than the model.
+        ConfigError: no class can express the model, the class computes another one from its config,
+            or the tokenizer has more ids than the model.
         DataError: the tokenizer cannot be loaded.
         CheckpointError: damage; a value that `dtype` does not hold; `output` exists.
     """
@@ -127,6 +131,8 @@ def export(
         )
     end = {} if loaded is None else {"bos_token_id": loaded.eod, "eos_token_id": loaded.eod}
     config = config_of_class(row, weights, **end)
+    if not is_checked:
+        check_class(config, model)
     with fresh_folder(output) as folder:
         config.save_pretrained(folder)
         if loaded is not None:
@@ -140,6 +146,12 @@ def export(
         _write_generation(config, name, folder)
         planned = plan(weights.named(), shard_bytes)
         write(folder, planned, weights.values(), tell)
+
+
+def check_export(model: ModelConfig) -> None:
+    """Compare a resolved model, at toy width, with the class as which it would be exported. Raises
+    ConfigError if no class can express it, or the class computes another model."""
+    check_class(config_to_hf(model, row_of(model).model_type), model)
 
 
 def class_of_run(checkpoint: Checkpoint, model_type: str | None) -> Row:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megapipe.checkpoint.regions import Region, whole
 from megapipe.cli import flatten
 from megapipe.config import Config
+from megapipe.convert.class_check import check_class
 from megapipe.convert.source import KIND
 from megapipe.convert.tensor_files import StoredTensors, TensorFiles, read_json, widest
 from megapipe.errors import CheckpointError, ConfigError
@@ -184,16 +185,19 @@ def read_model(path: Path) -> tuple[str, ModelConfig]:
     """The class, by its ``model_type``, and the model that the config of a folder describes.
 
     Raises:
-        ConfigError: another family, or a value that cannot be expressed here.
+        ConfigError: another family, or a value that cannot be expressed here or makes the class
+            another model than ours.
         CheckpointError: there is no config.
     """
     config = _read_config(path)
     try:
-        return config.model_type, config_from_hf(config)
+        model = config_from_hf(config)
+        check_class(config)
     except ConfigError as error:
         raise ConfigError(f"{path / CONFIG}: {error}") from None
     except (ArithmeticError, LookupError, TypeError, AttributeError) as error:  # 0 heads, say
         raise ConfigError(f"{path / CONFIG} describes no model: {one_line(error)}") from error
+    return config.model_type, model
 
 
 def _read_config(path: Path) -> Any:

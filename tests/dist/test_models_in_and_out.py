@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from megapipe.checkpoint.find import find_checkpoint
 from megapipe.convert import HuggingFaceFolder, export
 from megapipe.convert.commands import main
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.testing import run_world
+from megapipe.model.gpt.hf.rope import PARTIAL_ROPE, ROPE
+from megapipe.model.gpt.hf.table import TABLE
+from megapipe.testing import World, run_world
 from tests.parity.converted import write_checkpoint
 from tests.parity.first_step import first_loss
 from tests.parity.jobs import arguments, tiny
@@ -143,6 +146,33 @@ def test_exports_during_a_run_are_those_of_its_checkpoints(tmp_path: Path) -> No
         export(source, tmp_path / name, dtype="bf16")
         assert files_of(tmp_path / name) == files_of(tmp_path / "runs/run/exports" / name)
     AutoModelForCausalLM.from_pretrained(tmp_path / "runs/run/exports" / exports[0])
+
+
+def play_with_a_wrong_table(world: World, *given: Any) -> list[dict[str, Any]]:
+    """A run's rank, for which Llama's class rotates a share of a head's values."""
+    row = TABLE["llama"]
+    parts = tuple(PARTIAL_ROPE if part is ROPE else part for part in row.parts)
+    TABLE["llama"] = replace(row, parts=parts)
+    return play_all(world, *given)
+
+
+def test_an_export_that_is_another_model_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    llama = {
+        "model.norm": "rmsnorm",
+        "model.positions": "rotary",
+        "model.activation": "swiglu",
+        "model.bias": "false",
+        "model.tied_embeddings": "false",
+    }
+    settings = {**llama, "model.rotary_share": "0.5", "checkpoint.export_every": "3"}
+    base = {**tiny(tmp_path), **BASE}
+    for ranks in run_world(2, play_with_a_wrong_table, base, [Play("run", settings)]):
+        ((kind, text),) = (rank["error"] for rank in ranks)
+        assert kind is ConfigError
+        told = "checkpoint.export_every=3: rope_parameters.partial_rotary_factor = 0.5: "
+        assert text.startswith(told)
+    assert not (tmp_path / "runs/run/exports").exists()
+    assert not (tmp_path / "runs/run/checkpoints").exists()
 
 
 def test_weights_full_checkpoints_and_exports_of_one_run(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from megapipe.beneath import make_folder
 from megapipe.checkpoint.names import Committed
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.convert import export
+from megapipe.convert import check_export, export
 from megapipe.distributed.agreement import all_or_none
-from megapipe.errors import CheckpointError, MegapipeError
+from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.saving import Saving
 from megapipe.train.callbacks.validation import is_due
@@ -20,6 +20,17 @@ class Exporting(Callback):
 
     def __init__(self, saving: Saving) -> None:
         self._saving = saving
+
+    def begin(self, run: Run) -> None:
+        """Find out on rank 0, before any step, whether the class computes what the run trains."""
+        error: MegapipeError | None = None
+        if run.mesh.rank == 0:
+            try:
+                check_export(run.config.model)
+            except ConfigError as problem:
+                every = run.config.checkpoint.export_every
+                error = ConfigError(f"checkpoint.export_every={every}: {problem}")
+        all_or_none(run.mesh, error)
 
     def before_step(self, run: Run, step: Step) -> None:
         step.save |= is_due(run.config.checkpoint.export_every, step.number)
@@ -37,7 +48,7 @@ class Exporting(Callback):
         if run.mesh.rank == 0 and not output.exists():
             try:
                 make_folder(run.folder, FOLDER)
-                export(Checkpoint.open(saved), output, dtype="bf16", warn=run.note)
+                export(Checkpoint.open(saved), output, dtype="bf16", is_checked=True, warn=run.note)
                 run.note(f"exported {output}")
             except MegapipeError as problem:
                 error = problem

@@ -145,6 +145,16 @@ def _not_biased(model: ModelConfig) -> Iterator[Misfit]:
 _BIASED = Part(("bias_rate",), lambda config: {"bias_rate": 0.0}, lambda model: {}, _not_biased)
 """Experts have biases of the choice. How training moves them is no matter of the class."""
 
+
+def _too_small_groups(model: ModelConfig) -> Iterator[Misfit]:
+    experts, groups = model.moe.experts, model.moe.groups
+    if isinstance(experts, int) and experts < 2 * groups:
+        yield Misfit("moe.experts", experts, f"twice as many as model.moe.groups={groups}")
+
+
+_GROUPS_OF_TWO = Part((), lambda config: {}, lambda model: {}, _too_small_groups)
+"""A group is chosen by its two best experts."""
+
 _ONE_GROUP = {"groups": 1, "group_top_k": 1}
 
 MIXTRAL_EXPERTS = _experts(
@@ -180,4 +190,5 @@ DOTS1_EXPERTS = _experts(
     _DENSE_FIRST,
     _SHARED,
     _BIASED,
+    _GROUPS_OF_TWO,
 )

@@ -28,7 +28,8 @@ _KEYS = {
 }
 """Of each type but the default: its keys, with the fields that have their values."""
 _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": None}
-_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_SHARE = "partial_rotary_factor"
+_COMMON = {"rope_type", "type", "rope_theta", _SHARE}
 _NEUTRAL = {"truncate": True, "mscale": None, "mscale_all_dim": None}
 """Keys that may be there with one value."""
 
@@ -49,7 +50,6 @@ def read_rope(rope: dict[str, Any], model_type: str) -> dict[str, Any]:
                 f"(rope_type {kind!r})"
             )
     fields = {"rotary_base": rope["rope_theta"], "rotary_scaling": _TYPES[kind]}
-    fields["rotary_share"] = rope.get("partial_rotary_factor", 1.0)
     return fields | {field: _value(rope, key) for key, field in keys.items()}
 
 
@@ -62,37 +62,49 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     """One dictionary of rope parameters."""
     kind = next(theirs for theirs, ours in _TYPES.items() if ours == model.rotary_scaling)
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": model.rotary_base}
-    if model.rotary_share != 1:
-        rope["partial_rotary_factor"] = model.rotary_share
     return rope | {key: getattr(model, field) for key, field in _KEYS.get(kind, {}).items()}
 
 
 FIELDS = (
     "rotary_base",
-    "rotary_share",
     "rotary_scaling",
     *dict.fromkeys(field for keys in _KEYS.values() for field in keys.values()),
 )
 
+
+def _read_partial(config: Any) -> dict[str, Any]:
+    share = config.rope_parameters.get(_SHARE, 1.0)
+    return {**read_rope(config.rope_parameters, config.model_type), "rotary_share": share}
+
+
 PARTIAL_ROPE = Part(
-    FIELDS,
-    lambda config: read_rope(config.rope_parameters, config.model_type),
-    lambda model: {
-        "rope_parameters": {"partial_rotary_factor": model.rotary_share, **write_rope(model)}
-    },
+    (*FIELDS, "rotary_share"),
+    _read_partial,
+    lambda model: {"rope_parameters": {**write_rope(model), _SHARE: model.rotary_share}},
 )
-"""Of a class whose own default is a share."""
+"""Of a class that rotates a share of a head's values. The other classes keep this key and ignore
+it."""
+
+
+def _read_whole(rope: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Fields of a class that rotates all of a head's values."""
+    if rope.get(_SHARE, 1.0) != 1:
+        raise ConfigError(
+            f"rope_parameters with {_SHARE} = {rope[_SHARE]} are not supported for {model_type}: "
+            "its class in transformers does not use this key; remove it for what the class computes"
+        )
+    return read_rope(rope, model_type)
 
 
 def _read_both(config: Any) -> dict[str, Any]:
     whole, local = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
-    fields = read_rope(local, config.model_type)
+    fields = _read_whole(local, config.model_type)
     if fields["rotary_scaling"] != "none":
         raise ConfigError(
             f"rope_parameters of sliding_attention with rope_type {local['rope_type']!r} are not "
             f"supported for {config.model_type}; supported is default"
         )
-    return {**read_rope(whole, config.model_type), "rotary_local_base": fields["rotary_base"]}
+    return {**_read_whole(whole, config.model_type), "rotary_local_base": fields["rotary_base"]}
 
 
 def _write_both(model: ModelConfig) -> dict[str, Any]:
@@ -110,6 +122,6 @@ ROPE_BY_WINDOW = Part((*FIELDS, "rotary_local_base"), _read_both, _write_both, _
 
 ROPE = Part(
     FIELDS,
-    lambda config: read_rope(config.rope_parameters, config.model_type),
+    lambda config: _read_whole(config.rope_parameters, config.model_type),
     lambda model: {"rope_parameters": write_rope(model)},
 )

@@ -134,11 +134,7 @@ _GEMMA_PARTS = (
     WINDOWS,
     QUERY_SCALE,
     of_hidden("embedding_scale", lambda hidden: hidden**0.5, "sqrt(hidden)"),
-    pairs(
-        norm_eps="rms_norm_eps",
-        attention_softcap="attn_logit_softcapping",
-        logit_softcap="final_logit_softcapping",
-    ),
+    pairs(norm_eps="rms_norm_eps", logit_softcap="final_logit_softcapping"),
 )
 _GEMMA_FIXED = {**_LLAMA_FIXED, "bias": False, "norm_offset": True, "post_norms": True}
 
@@ -315,7 +311,7 @@ _GEMMA2 = replace(
         "mlp_norm": Tensors(("pre_feedforward_layernorm",)),
         "mlp_post_norm": Tensors(("post_feedforward_layernorm",)),
     },
-    parts=(*_GEMMA_PARTS, ROPE),
+    parts=(*_GEMMA_PARTS, ROPE, pairs(attention_softcap="attn_logit_softcapping")),
     fixed=_GEMMA_FIXED,
     required={
         "attention_dropout": 0,
@@ -331,7 +327,11 @@ _GEMMA3 = replace(
     model_class="Gemma3ForCausalLM",
     parts=(*_GEMMA_PARTS, ROPE_BY_WINDOW),
     fixed={**_GEMMA_FIXED, "qk_norm": True},
-    required={**_GEMMA2.required, "use_bidirectional_attention": False},
+    required={
+        **_GEMMA2.required,
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,  # which the class ignores
+    },
 )
 
 _MEGATRON_MLP = {

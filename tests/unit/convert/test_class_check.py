@@ -1,0 +1,291 @@
+"""Exports and imports are compared with what transformers' classes compute."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megapipe.convert import HuggingFaceFolder, check_export, export
+from megapipe.convert.class_check import at_toy_width, check_class
+from megapipe.errors import ConfigError
+from megapipe.layout.family import make_family
+from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.hf.config import config_from_hf, config_to_hf, row_of
+from megapipe.model.gpt.hf.rope import PARTIAL_ROPE, ROPE
+from megapipe.model.gpt.hf.table import TABLE, Row
+from megapipe.model.interface import Conditions
+from tests.parity.converted import write_checkpoint
+from tests.parity.pairs import Choice, Pairs
+from tests.parity.reference import init_random
+from tests.unit.model.transformers_models import model_of
+
+_YARN = {
+    "rotary_scaling": "yarn",
+    "rotary_factor": 4.0,
+    "rotary_original_positions": 6,
+    "rotary_turns_low": 0.1,
+    "rotary_turns_high": 0.7,
+}
+ROPE_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "another base": {"rotary_base": 300.0},
+    "linear": {"rotary_scaling": "linear", "rotary_factor": 3.0},
+    "llama3": {
+        "rotary_scaling": "llama3",
+        "rotary_factor": 8.0,
+        "rotary_original_positions": 12,
+        "rotary_turns_low": 0.05,
+        "rotary_turns_high": 1.5,
+    },
+    "yarn": _YARN,
+    "yarn, with a factor": {**_YARN, "rotary_attention_factor": 1.3},
+}
+NO_ROPE = {name: ModelConfig.model_fields[name].get_default() for name in ROPE.fields}
+VALUES: dict[str, tuple[Any, ...]] = {
+    "layers": (3, 5),
+    "hidden": (16, 64),
+    "heads": (4, 8),
+    "kv_heads": (4, 2, 1, 8),
+    "head_dim": (4, 8, 10),
+    "ffn_hidden": (40, 64),
+    "vocab_size": (37, 80),
+    "max_positions": (19, 64),
+    "norm_eps": (1e-5, 1e-2),
+    "parallel_residual": (False, True),
+    "logit_softcap": (None, 3.0),
+    "rotary_local_base": (None, 50.0),
+    "rotary_share": (1.0, 0.5, 0.25),
+    "attention_scale": (None, 12**-0.5),
+    "attention_softcap": (None, 2.0),
+    "window": (None, 5, 12),
+    "full_attention_every": (None, 2, 3),
+    "activation": ("gelu", "gelu_tanh", "swiglu", "geglu_tanh"),
+    "bias": (False, True),
+    "tied_embeddings": (False, True),
+    "dropout": (0.0, 0.1),
+    "init_std": (0.02, 0.1),
+    "rope": tuple(ROPE_SETTINGS),
+}
+"""Of each field that a part of a row has; of `rope` several at a time."""
+MOE_VALUES: dict[str, tuple[Any, ...]] = {
+    "experts": (8, 4),
+    "top_k": (2, 3, 1),
+    "ffn": (40, 12, 64),
+    "normalise": (True, False),
+    "scale": (1.0, 2.5),
+    "groups": (1, 4),
+    "group_top_k": (1, 2),
+    "dense_first": (0, 1),
+    "every": (1, 2),
+    "dense_layers": ((), (2,)),
+    "shared": (None, 24, 40, 64, 80, 128),
+    "bias_rate": (None, 0.0),
+    "scores": ("softmax", "sigmoid"),
+}
+PLAIN = {
+    **{of: model_of(of) for of in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2")},
+    **{of: model_of(of) for of in ("bloom", "mixtral", "qwen3_moe", "dots1")},
+    "gemma3_text": model_of("gemma3"),
+    "gpt_neox": model_of("pythia"),
+}
+OF_HIDDEN: dict[str, tuple[str, Callable[[int], float]]] = {
+    "bloom": ("ffn_hidden", lambda hidden: 4 * hidden),
+    "gemma2": ("embedding_scale", lambda hidden: hidden**0.5),
+    "gemma3_text": ("embedding_scale", lambda hidden: hidden**0.5),
+}
+"""Fields that the class has no key for."""
+
+
+def dimensions(row: Row) -> dict[str, tuple[Any, ...]]:
+    """Values of the fields that a row's class has keys for, those of its model first."""
+    claimed = dict.fromkeys(name for part in row.parts for name in part.fields)
+    if "rotary_base" in claimed:
+        claimed = dict.fromkeys(("rope", *(n for n in claimed if n not in ROPE.fields)))
+    of_hidden, _ = OF_HIDDEN.get(row.model_type, ("", None))
+    found = {name: VALUES[name] for name in claimed if name not in ("moe", of_hidden)}
+    if "moe" in claimed:
+        found |= {f"moe.{name}": values for name, values in MOE_VALUES.items()}
+    plain = plain_choice(row, found)
+
+    def fits(name: str, value: Any) -> bool:
+        model = changed(row, {**plain, name: value})
+        return all(name != misfit.what for misfit in row.misfits(model))
+
+    return {
+        name: (plain[name], *(v for v in values if v != plain[name] and fits(name, v)))
+        for name, values in found.items()
+    }
+
+
+def plain_choice(row: Row, names: Iterable[str]) -> Choice:
+    model = PLAIN[row.model_type]
+    fields = model.model_dump() | {f"moe.{n}": v for n, v in model.moe.model_dump().items()}
+    fields |= {"rope": "plain", "moe.dense_layers": tuple(model.moe.dense_layers)}
+    return {name: fields[name] for name in names}
+
+
+def changed(row: Row, choice: Choice) -> ModelConfig:
+    """The row's plain model with the values of a choice."""
+    plain = PLAIN[row.model_type]
+    fields = {name: value for name, value in choice.items() if "." not in name}
+    if "rope" in fields:
+        fields |= {**NO_ROPE, **ROPE_SETTINGS[fields.pop("rope")]}
+    moe = {name.removeprefix("moe."): value for name, value in choice.items() if "." in name}
+    if moe:
+        moe["dense_layers"] = list(moe["dense_layers"])
+        fields["moe"] = plain.moe.model_copy(update=moe)
+    if row.model_type in OF_HIDDEN:
+        name, of = OF_HIDDEN[row.model_type]
+        fields[name] = of(fields["hidden"])
+    return plain.model_copy(update=fields).resolved(vocab_size=None, sequence_length=0)
+
+
+def model_with(row: Row, choice: Choice) -> ModelConfig:
+    """The same. Raises ConfigError where the package, or the row, does not take it."""
+    model = changed(row, choice)
+    row_of(model, row.model_type)
+    assert model.vocab_size is not None
+    assert model.max_positions is not None
+    make_family(model, Conditions(model.max_positions, microbatch=1, tp=1)).check()
+    return model
+
+
+@pytest.mark.parametrize("model_type", TABLE)
+def test_every_pair_of_values_of_a_rows_keys_is_computed_alike(model_type: str) -> None:
+    row = TABLE[model_type]
+    dims = dimensions(row)
+
+    def blame(choice: Choice) -> frozenset[str]:
+        try:
+            model_with(row, choice)
+        except ConfigError as error:
+            named = {name for name in dims if re.search(rf"\b{name.split('.')[-1]}\b", str(error))}
+            return frozenset(named or dims)
+        return frozenset()
+
+    pairs = Pairs(dims, blame, {}, {})
+    choices, _ = pairs.covering(random.Random(0))
+    for choice in choices:
+        model = model_with(row, choice)
+        check_class(config_to_hf(model, model_type), model)
+
+
+@pytest.mark.parametrize("model_type", TABLE)
+def test_a_folder_of_the_usual_size_is_compared(model_type: str) -> None:
+    config = getattr(transformers, TABLE[model_type].config_class)()
+    usual = {
+        "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    }
+    for name, value in usual.get(model_type, {}).items():
+        setattr(config, name, value)
+    check_class(config)
+    toy = config_from_hf(at_toy_width(config, config_from_hf(config)))
+    assert toy.layers == config_from_hf(config).layers
+    assert toy.hidden <= 128
+    assert (toy.window or 0) < 10
+
+
+def test_a_little_more_in_the_norms_is_another_model() -> None:
+    model = PLAIN["llama"]
+    other = model.model_copy(update={"norm_eps": 1.1 * model.norm_eps})
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM computes another model .* \(logits"):
+        check_class(config_to_hf(other), model)
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Row]:
+    """The table, as a test changes it."""
+    for name, row in TABLE.items():
+        monkeypatch.setitem(TABLE, name, row)
+    return TABLE
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral"])
+def test_a_key_that_the_class_keeps_and_ignores_is_named(
+    model_type: str, table: dict[str, Row], tmp_path: Path
+) -> None:
+    row = table[model_type]
+    parts = tuple(PARTIAL_ROPE if part is ROPE else part for part in row.parts)
+    table[model_type] = replace(row, parts=parts)  # as if the class used it
+    model = PLAIN[model_type].model_copy(update={"head_dim": 8, "rotary_share": 0.5, "hidden": 32})
+    model = model.model_copy(update={"embedding_scale": model.embedding_scale and 32**0.5})
+    told = r"rope_parameters.partial_rotary_factor = 0.5: transformers' \w+ computes another model"
+    with pytest.raises(ConfigError, match=told):
+        check_class(config_to_hf(model, model_type), model)
+
+    with pytest.raises(ConfigError, match=told):
+        check_export(model)
+    checkpoint = write_checkpoint(tmp_path / "run", model, init_random(model, seed=5))
+    with pytest.raises(ConfigError, match=told):
+        export(checkpoint, tmp_path / "hf", model_type=model_type, tokenizer="none")
+    assert not (tmp_path / "hf").exists()
+
+    config_to_hf(model, model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{tmp_path / 'config.json'}: {told}"):
+        HuggingFaceFolder.open(tmp_path)
+
+
+def test_a_key_of_the_class_that_the_table_does_not_know_is_named(table: dict[str, Row]) -> None:
+    table["gpt2"] = replace(table["gpt2"], required={})
+    config = config_to_hf(PLAIN["gpt2"])
+    check_class(config)
+    config.scale_attn_by_inverse_layer_idx = True
+    with pytest.raises(
+        ConfigError, match=r"^scale_attn_by_inverse_layer_idx = True: tr"
+    ):
+        check_class(config)
+
+
+def test_a_class_that_fails_is_told_with_its_error(table: dict[str, Row]) -> None:
+    row = table["llama"]
+    parts = tuple(PARTIAL_ROPE if part is ROPE else part for part in row.parts)
+    table["llama"] = replace(row, parts=parts)
+    changes = {"head_dim": 8, "rotary_share": 0.5, "hidden": 32, **ROPE_SETTINGS["linear"]}
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor = 0.5: .*must match the size"):
+        check_export(PLAIN["llama"].model_copy(update=changes))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "mixtral"])
+def test_a_share_of_rotated_values_is_of_classes_that_use_it(model_type: str) -> None:
+    model = PLAIN[model_type].model_copy(update={"rotary_share": 0.5})
+    with pytest.raises(ConfigError, match=f"rotary_share = 0.5 cannot be .* {model_type} class"):
+        config_to_hf(model, model_type)
+    config = config_to_hf(PLAIN[model_type], model_type)
+    config.rope_parameters["partial_rotary_factor"] = 0.5
+    with pytest.raises(ConfigError, match=f"_factor = 0.5 are not supported for {model_type}: its"):
+        config_from_hf(config)
+
+
+def test_caps_that_gemma3_ignores_are_refused() -> None:
+    config = config_to_hf(PLAIN["gemma3_text"])
+    config.attn_logit_softcapping = 50.0
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping = 50.0 is not supported"):
+        config_from_hf(config)
+    model = PLAIN["gemma3_text"].model_copy(update={"attention_softcap": 50.0})
+    with pytest.raises(ConfigError, match=r"attention_softcap = 50.0 cannot be expressed"):
+        config_to_hf(model)
+
+
+def test_groups_of_one_expert_are_of_no_class() -> None:
+    plain = PLAIN["dots1"]
+    moe = plain.moe.model_copy(update={"experts": 4, "top_k": 2, "groups": 4, "group_top_k": 2})
+    with pytest.raises(ConfigError, match=r"moe.experts = 4 .* twice as many as model.moe.gro"):
+        config_to_hf(plain.model_copy(update={"moe": moe}))
+
+
+def test_random_numbers_and_settings_of_libraries_stay(capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers.utils import logging
+
+    before = torch.get_rng_state(), torch.get_default_dtype(), logging.get_verbosity()
+    check_class(transformers.LlamaConfig())
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.get_default_dtype(), logging.get_verbosity()) == before[1:]
+    assert capfd.readouterr() == ("", "")
