@@ -64,6 +64,14 @@ def check_class(config: Any, model: ModelConfig | None = None) -> None:
     if found is None:
         return
     name = TABLE[config.model_type].model_class
+    described = config_from_hf(toy)
+    if difference(toy, described) is None:
+        fields = ModelConfig.model_fields.keys() - {"dtype"}
+        other = sorted(f for f in fields if getattr(described, f) != getattr(narrowed(model), f))
+        raise ConfigError(
+            f"the config of transformers' {name} describes another model ({found}), by "
+            f"model.{', model.'.join(other)}"
+        )
     for key, value, rest in each_left_out(toy):
         if difference(rest, config_from_hf(rest)) is None:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,14 +18,14 @@ from megapipe.convert.adapters import Adapters
 from megapipe.convert.class_check import check_class
 from megapipe.convert.fresh import fresh_folder
 from megapipe.convert.shards import Named, plan, write
-from megapipe.convert.source import KIND
+from megapipe.convert.source import CONFIG, KIND
 from megapipe.convert.tokenizer import same_ids, save_tokenizer
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.dtypes import Dtype
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.hf.config import config_to_hf, row_of
+from megapipe.model.gpt.hf.config import config_to_hf, old_keys, row_of
 from megapipe.model.gpt.hf.table import Row
 from megapipe.model.gpt.hf.weights import Entry, entries
 from megapipe.paths import is_file, user_path
@@ -130,11 +131,8 @@ def export(
             f"{model.vocab_size}; give the one it was trained with (--tokenizer)"
         )
     end = {} if loaded is None else {"bos_token_id": loaded.eod, "eos_token_id": loaded.eod}
-    config = config_of_class(row, weights, **end)
-    if not is_checked:
-        check_class(config, model)
     with fresh_folder(output) as folder:
-        config.save_pretrained(folder)
+        config = write_config(folder, row, weights, is_checked=is_checked, **end)
         if loaded is not None:
             if not save_tokenizer(loaded, name, folder, model.max_positions or 0):
                 warn(f"tokenizer {name} has no files that transformers reads: left out")
@@ -151,7 +149,9 @@ def export(
 def check_export(model: ModelConfig) -> None:
     """Compare a resolved model, at toy width, with the class as which it would be exported. Raises
     ConfigError if no class can express it, or the class computes another model."""
-    check_class(config_to_hf(model, row_of(model).model_type), model)
+    row = row_of(model)
+    config = config_to_hf(model, row.model_type)
+    check_class(type(config).from_dict(config.to_dict() | old_keys(row, model)), model)
 
 
 def class_of_run(checkpoint: Checkpoint, model_type: str | None) -> Row:
@@ -166,14 +166,21 @@ def class_of_run(checkpoint: Checkpoint, model_type: str | None) -> Row:
     return row_of(model, model_type)
 
 
-def config_of_class(row: Row, weights: Weights, **extra: Any) -> Any:
-    """The class' config, with `extra` keys."""
-    return config_to_hf(
-        weights.model.model_copy(update={"dtype": weights.dtype}),
-        row.model_type,
-        architectures=[row.model_class],
-        **extra,
-    )
+def write_config(
+    folder: Path, row: Row, weights: Weights, *, is_checked: bool = False, **extra: Any
+) -> Any:
+    """Write the class' config.json, with `extra` keys, and return the config. Raises ConfigError if
+    the class computes another model from it."""
+    model = weights.model.model_copy(update={"dtype": weights.dtype})
+    config = config_to_hf(model, row.model_type, architectures=[row.model_class], **extra)
+    old = old_keys(row, model)
+    if not is_checked:
+        check_class(type(config).from_dict(config.to_dict() | old), model)
+    config.save_pretrained(folder)
+    path = folder / CONFIG
+    text = json.dumps(json.loads(path.read_text()) | old, indent=2, sort_keys=True)
+    path.write_text(f"{text}\n")
+    return config
 
 
 def _write_generation(config: Any, tokenizer: str, folder: Path) -> None:

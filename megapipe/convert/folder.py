@@ -15,7 +15,7 @@ from megapipe.checkpoint.regions import Region, whole
 from megapipe.cli import flatten
 from megapipe.config import Config
 from megapipe.convert.class_check import check_class
-from megapipe.convert.source import KIND
+from megapipe.convert.source import CONFIG, KIND
 from megapipe.convert.tensor_files import StoredTensors, TensorFiles, read_json, widest
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
@@ -25,8 +25,6 @@ from megapipe.model.gpt.hf.table import TABLE, Row
 from megapipe.model.gpt.hf.weights import Entry, entries_in, full_names
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known
 from megapipe.words import one_line
-
-CONFIG = "config.json"
 
 
 class HuggingFaceFolder:

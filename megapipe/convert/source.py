@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megapipe.model.gpt.config import ModelConfig
 
+CONFIG = "config.json"
+"""A class' configuration, in a folder as transformers has it."""
 KIND = "model/"
 """Beginning of the names that a checkpoint has for weights."""
 

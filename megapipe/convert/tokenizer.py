@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def save_tokenizer(tokenizer: Tokenizer, name: str, folder: Path, most_tokens: i
     if isinstance(tokenizer, ByteTokenizer):
         found.model_max_length = most_tokens
     found.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        # its name in transformers 4, which version 5 knows too
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(f"{json.dumps(settings, indent=2, sort_keys=True)}\n", encoding="utf-8")
     return True
 
 

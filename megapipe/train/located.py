@@ -10,7 +10,7 @@ from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST
 from megapipe.checkpoint.objects import PATIENCE_S
 from megapipe.checkpoint.storage import Place, at, place_of
-from megapipe.convert.folder import CONFIG
+from megapipe.convert.source import CONFIG
 from megapipe.errors import CheckpointError
 from megapipe.paths import is_folder
 

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.running.other_systems import install_other_systems
 from tests.running.processes import ROOT
 from tests.running.record import Record, pytest_recorded
 from tests.running.revision import commit
-from tests.running.whole_run import PASSED, install_other_systems
+from tests.running.whole_run import PASSED
 
 PAGE = ROOT / "docs/decisions/slow_tests.md"
 MARKS = "slow and not gpu"

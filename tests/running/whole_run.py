@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 from tests.running import lowest_python, processes
 from tests.running.changed import files_to_begin_with
+from tests.running.other_systems import install_other_systems
 from tests.running.processes import Types
 from tests.running.record import Record, WholeRun, pytest_recorded
 from tests.running.revision import commit
@@ -28,12 +28,6 @@ several processes, come first."""
 LINKS = ("-q", "-k", "links", "tests/unit/test_docs.py", "tests/unit/test_guides.py")
 MOST_AGAIN = 20
 """How many failed tests are run once more."""
-OTHER_SYSTEMS = (
-    *("megatron-core==0.16.1", "peft==0.21.2", "lm_eval==0.4.13"),
-    # what the last two need to be imported
-    *("accelerate==1.15.0", "colorama==0.4.6", "lxml==6.0.2", "portalocker==4.4.2"),
-    *("sacrebleu==2.5.1", "tabulate==0.10.0"),
-)
 PASSED, NOTHING_SELECTED = 0, 5
 """Exit codes of pytest."""
 
@@ -92,14 +86,6 @@ def run_some(arguments: Sequence[str], *, full: bool) -> int:
 def lint() -> bool:
     """Whether all files pass ruff and are formatted by it."""
     return all(processes.run("ruff", *how, ".") == 0 for how in (["check"], ["format", "--check"]))
-
-
-def install_other_systems() -> None:
-    """Install what tests/external compares with."""
-    options = ("--disable-pip-version-check", "install", "-q", "--no-deps")
-    if processes.run("pip", *options, *OTHER_SYSTEMS) != 0:
-        left_out = "other systems cannot be installed: most of tests/external is left out"
-        print(left_out, file=sys.stderr, flush=True)
 
 
 def _run_tests(phases: Phases, types: Types, full: bool, options: Sequence[str]) -> None:

@@ -25,9 +25,10 @@ from megapipe.convert.describe import (
     lines_of_folder,
     lines_of_source,
 )
-from megapipe.convert.folder import CONFIG, HuggingFaceFolder
+from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.convert.hub import local_folder
 from megapipe.convert.megatron.layout import is_megatron
+from megapipe.convert.source import CONFIG
 from megapipe.convert.tensor_files import TensorFiles
 from megapipe.errors import ConfigError
 

@@ -18,7 +18,7 @@ from megapipe.cli import stored_model
 from megapipe.convert.adapters import Adapters
 from megapipe.convert.dcp.folder import CONFIGURATION
 from megapipe.convert.describe import as_configuration
-from megapipe.convert.export import Weights, class_of_run, config_of_class
+from megapipe.convert.export import Weights, class_of_run, write_config
 from megapipe.convert.fresh import fresh_folder
 from megapipe.convert.source import KIND
 from megapipe.dtypes import Dtype
@@ -75,7 +75,7 @@ def export_dcp(
 
     with fresh_folder(output) as folder:
         if names == "hf":
-            config_of_class(row, weights).save_pretrained(folder)
+            write_config(folder, row, weights)
         else:
             model = weights.model.model_copy(update={"dtype": weights.dtype})
             (folder / CONFIGURATION).write_text(as_configuration(model))

@@ -9,8 +9,8 @@ from torch import Tensor
 from megapipe.cli import parse
 from megapipe.convert.dcp.files import DcpFiles
 from megapipe.convert.dcp.titan import TitanTensors, is_titan
-from megapipe.convert.folder import CONFIG, HuggingFaceFolder, read_model
-from megapipe.convert.source import KIND, Source
+from megapipe.convert.folder import HuggingFaceFolder, read_model
+from megapipe.convert.source import CONFIG, KIND, Source
 from megapipe.convert.tensor_files import StoredTensors, widest
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.specs import by_name

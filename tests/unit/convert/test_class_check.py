@@ -196,7 +196,7 @@ def test_a_folder_of_the_usual_size_is_compared(model_type: str) -> None:
 def test_a_little_more_in_the_norms_is_another_model() -> None:
     model = PLAIN["llama"]
     other = model.model_copy(update={"norm_eps": 1.1 * model.norm_eps})
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM computes another model .* \(logits"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM describes .* model.norm_eps$"):
         check_class(config_to_hf(other), model)
 
 
@@ -208,13 +208,28 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Row]:
     return TABLE
 
 
+def use_the_share(table: dict[str, Row], model_type: str) -> None:
+    """As if the class rotated a share of a head's values."""
+    row = table[model_type]
+    partial = PARTIAL_ROPE._replace(write_old=lambda model: {})
+    parts = tuple(partial if part is ROPE else part for part in row.parts)
+    table[model_type] = replace(row, parts=parts)
+
+
+def test_a_config_that_describes_another_model_is_refused(table: dict[str, Row]) -> None:
+    row = table["gpt_neox"]
+    old = PARTIAL_ROPE._replace(write_old=lambda model: {"rope_scaling": {"rope_type": "default"}})
+    parts = tuple(old if part is PARTIAL_ROPE else part for part in row.parts)
+    table["gpt_neox"] = replace(row, parts=parts)
+    with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM describes .* model.rotary_share$"):
+        check_export(PLAIN["gpt_neox"].model_copy(update={"rotary_share": 0.5}))
+
+
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral"])
 def test_a_key_that_the_class_keeps_and_ignores_is_named(
     model_type: str, table: dict[str, Row], tmp_path: Path
 ) -> None:
-    row = table[model_type]
-    parts = tuple(PARTIAL_ROPE if part is ROPE else part for part in row.parts)
-    table[model_type] = replace(row, parts=parts)  # as if the class used it
+    use_the_share(table, model_type)
     model = PLAIN[model_type].model_copy(update={"head_dim": 8, "rotary_share": 0.5, "hidden": 32})
     model = model.model_copy(update={"embedding_scale": model.embedding_scale and 32**0.5})
     told = r"rope_parameters.partial_rotary_factor = 0.5: transformers' \w+ computes another model"
@@ -238,16 +253,12 @@ def test_a_key_of_the_class_that_the_table_does_not_know_is_named(table: dict[st
     config = config_to_hf(PLAIN["gpt2"])
     check_class(config)
     config.scale_attn_by_inverse_layer_idx = True
-    with pytest.raises(
-        ConfigError, match=r"^scale_attn_by_inverse_layer_idx = True: tr"
-    ):
+    with pytest.raises(ConfigError, match=r"^scale_attn_by_inverse_layer_idx = True: tr"):
         check_class(config)
 
 
 def test_a_class_that_fails_is_told_with_its_error(table: dict[str, Row]) -> None:
-    row = table["llama"]
-    parts = tuple(PARTIAL_ROPE if part is ROPE else part for part in row.parts)
-    table["llama"] = replace(row, parts=parts)
+    use_the_share(table, "llama")
     changes = {"head_dim": 8, "rotary_share": 0.5, "hidden": 32, **ROPE_SETTINGS["linear"]}
     with pytest.raises(ConfigError, match=r"partial_rotary_factor = 0.5: .*must match the size"):
         check_export(PLAIN["llama"].model_copy(update=changes))

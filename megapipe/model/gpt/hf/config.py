@@ -78,6 +78,12 @@ def config_to_hf(model: ModelConfig, model_type: str | None = None, **extra: Any
     return getattr(transformers, row.config_class)(**(keys | extra))
 
 
+def old_keys(row: Row, model: ModelConfig) -> dict[str, Any]:
+    """Keys of a resolved model's config.json that transformers before 5 needs beside the others,
+    which version 5 reads as the same."""
+    return {key: value for part in row.parts for key, value in part.write_old(model).items()}
+
+
 def class_of(model: ModelConfig, model_type: str | None = None) -> Any:
     """The class, with a head, that :func:`row_of` finds for a resolved model."""
     import transformers

@@ -163,7 +163,7 @@ MIXTRAL_EXPERTS = _experts(
     _ONE_GROUP,
 )
 
-QWEN3_EXPERTS = _experts(
+_QWEN3_EXPERTS = _experts(
     {
         "experts": "num_experts",
         "top_k": "num_experts_per_tok",
@@ -174,6 +174,8 @@ QWEN3_EXPERTS = _experts(
     _ONE_GROUP,
     _LISTED,
 )
+
+QWEN3_EXPERTS = _QWEN3_EXPERTS._replace(write_old=lambda model: {"num_experts": model.moe.experts})
 
 DOTS1_EXPERTS = _experts(
     {

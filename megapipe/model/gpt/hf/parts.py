@@ -30,6 +30,8 @@ class Part(NamedTuple):
     write: Callable[[ModelConfig], dict[str, Any]]
     """The class' keys, of a model without misfits."""
     misfits: Callable[[ModelConfig], Iterator[Misfit]] = _none
+    write_old: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    """Keys that transformers before 5 reads instead of some of the class' keys."""
 
 
 def pairs(**names: str) -> Part:

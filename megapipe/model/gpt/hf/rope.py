@@ -65,6 +65,12 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     return rope | {key: getattr(model, field) for key, field in _KEYS.get(kind, {}).items()}
 
 
+def _write_old(model: ModelConfig) -> dict[str, Any]:
+    rope = {key: value for key, value in write_rope(model).items() if value is not None}
+    base = rope.pop("rope_theta")
+    return {"rope_theta": base, "rope_scaling": None if model.rotary_scaling == "none" else rope}
+
+
 FIELDS = (
     "rotary_base",
     "rotary_scaling",
@@ -81,6 +87,11 @@ PARTIAL_ROPE = Part(
     (*FIELDS, "rotary_share"),
     _read_partial,
     lambda model: {"rope_parameters": {**write_rope(model), _SHARE: model.rotary_share}},
+    write_old=lambda model: {
+        "rotary_emb_base": model.rotary_base,
+        "rotary_pct": model.rotary_share,
+        "rope_scaling": _write_old(model)["rope_scaling"],
+    },
 )
 """Of a class that rotates a share of a head's values. The other classes keep this key and ignore
 it."""
@@ -117,11 +128,18 @@ def _without_local_base(model: ModelConfig) -> Iterator[Misfit]:
         yield Misfit("rotary_local_base", None, "a number")
 
 
-ROPE_BY_WINDOW = Part((*FIELDS, "rotary_local_base"), _read_both, _write_both, _without_local_base)
+ROPE_BY_WINDOW = Part(
+    (*FIELDS, "rotary_local_base"),
+    _read_both,
+    _write_both,
+    _without_local_base,
+    lambda model: {**_write_old(model), "rope_local_base_freq": model.rotary_local_base},
+)
 """Of a class that has rope parameters for layers with a window and for those without."""
 
 ROPE = Part(
     FIELDS,
     lambda config: _read_whole(config.rope_parameters, config.model_type),
     lambda model: {"rope_parameters": write_rope(model)},
+    write_old=_write_old,
 )

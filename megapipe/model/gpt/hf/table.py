@@ -73,10 +73,8 @@ class Row:
     """Fields that are no default, and that the class always has so."""
     required: Mapping[str, Any] = field(default_factory=dict)
     """Values that the class' other keys must have."""
-    old_names: Mapping[str, str] = field(default_factory=dict)
-    """Names of modules in older files, with those that they have here."""
     files: Mapping[str, Tensors] = field(default_factory=dict)
-    """Names in a layer of files, where they are others than in a state dict."""
+    """Names in files, in a layer or outside, where they are others than in a state dict."""
 
     @property
     def has_experts(self) -> bool:
@@ -86,7 +84,8 @@ class Row:
     def counterpart(self, name: str, *, in_files: bool = False) -> Tensors:
         """Full names, in a state dict or in files, of a module of ours or of a buffer."""
         if not name.startswith("layers."):
-            return Tensors((self.modules[name],))
+            tensors = Tensors((self.modules[name],))
+            return self.files.get(name, tensors) if in_files else tensors
         _, number, module = name.split(".", 2)
         inner = self.layer[module]
         if in_files:
@@ -378,7 +377,7 @@ _NEOX = Row(
     ),
     fixed={"positions": "rotary"},
     required={"attention_bias": True},
-    old_names={"embed_out": "lm_head"},
+    files={"head": Tensors(("embed_out",))},
 )
 
 _BLOOM = Row(

@@ -97,9 +97,10 @@ def full_names(row: Row, names: Iterable[str]) -> dict[str, str]:
     """The class' full name of each of a file's `names`, without those of buffers of old files."""
     known_as = (row.prefix, f"{row.modules['head']}.")
     found = {}
+    in_files = {row.files[of].names[0]: row.modules[of] for of in row.files.keys() & row.modules}
     for given in names:
         module, dot, kind = given.rpartition(".")
-        name = row.old_names.get(module, module) + dot + kind
+        name = in_files.get(module, module) + dot + kind
         if not _BUFFERS.search(f".{name}"):
             found[name if name.startswith(known_as) else row.prefix + name] = given
     return found
