@@ -6,7 +6,7 @@ value is reported before anything heavy starts.
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from megapipe.batch_ramp import BatchRamp
 from megapipe.checkpoint_config import CheckpointConfig
@@ -17,6 +17,7 @@ from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.numbers_config import NumbersConfig
 from megapipe.parallel_config import ParallelConfig
+from megapipe.paths import LATEST
 from megapipe.pipeline_config import PipelineConfig
 from megapipe.section import Expected, Section
 from megapipe.update_rules import RULES
@@ -31,16 +32,25 @@ USUAL_WARMUP = 100
 """Default of ``optimizer.warmup_steps`` in runs that are long enough."""
 
 
+def _no_link(name: str) -> str:
+    if name == LATEST:
+        raise ValueError("the name of a link")
+    return name
+
+
 class RunConfig(Section):
     """Where a run lives."""
 
     name: Annotated[
         str,
+        AfterValidator(_no_link),
         Expected(
-            "up to 100 letters, digits, dots, underscores and dashes; a letter or digit first"
+            "up to 100 letters, digits, dots, underscores and dashes; a letter or digit first; not "
+            f"{LATEST}, which is a link"
         ),
     ] = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    """Name of the run; its folder is `folder`/`name`."""
+    """Name of the run; its folder is `folder`/`name`, and `folder`/latest a link to the run that
+    was started last."""
     folder: str = "runs"
     """Folder that holds the runs."""
     seed: int = Field(1234, ge=0, lt=2**63)

@@ -7,6 +7,9 @@
 import os
 from pathlib import Path
 
+LATEST = "latest"
+"""Name of the link to the run that was started last, in the folder with all runs."""
+
 
 def user_path(name: str) -> Path:
     """The path of a name that may begin with ``~``."""

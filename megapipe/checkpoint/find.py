@@ -8,7 +8,7 @@ from megapipe.checkpoint.names import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
 from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
-from megapipe.paths import is_folder
+from megapipe.paths import LATEST, is_folder
 
 OF_A_RUN = "checkpoints"
 """The folder in a run's that has its checkpoints; on object storage a run has nothing else."""
@@ -69,4 +69,5 @@ def _roots(runs: Place) -> list[Place]:
     if not isinstance(runs, Path):
         return [runs / name for name in at(runs).names()]
     folders = [runs / name for name in at(runs).names()] if is_folder(runs) else []
+    folders = [f for f in folders if not (f.name == LATEST and f.is_symlink())]  # to another
     return [folder / OF_A_RUN for folder in folders if is_folder(folder / OF_A_RUN)]

@@ -16,6 +16,7 @@ from megapipe.command_line import Parser, run_command
 from megapipe.config import TrainConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.hf.config import has_class
 from megapipe.observe.console import duration
 from megapipe.observe.provenance import newest_config
 
@@ -90,17 +91,21 @@ def next_commands(run_folder: Path) -> dict[str, str]:
     if path is None:
         return {}
     config = cli.parse([str(path)]).config
-    _, layout = resolve(config, None, config.model.vocab_size)
+    resolved, layout = resolve(config, None, config.model.vocab_size)
     python = os.path.relpath(sys.executable)
     if python.startswith(os.pardir):
         python = sys.executable
     megapipe = [python, "-m", "megapipe"]
     train = [*megapipe, "launch", "--nproc", str(layout.world), "-m", "megapipe", "train"]
     further = _further(config.train, _reached(run_folder, config.train))
-    return {
+    found = {
         "more text": shlex.join([*megapipe, "generate", str(run_folder), "--prompt", "def "]),
         "to go on": shlex.join([*train, str(path), *further]),
     }
+    if has_class(resolved.model):
+        export = ("convert", "megapipe-to-hf", str(run_folder), f"{run_folder.name}-hf")
+        found["to export"] = shlex.join([*megapipe, *export])
+    return found
 
 
 def _reached(run_folder: Path, train: TrainConfig) -> int:

@@ -12,9 +12,8 @@ from megapipe.checkpoint.objects import PATIENCE_S
 from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.convert.source import CONFIG
 from megapipe.errors import CheckpointError
-from megapipe.paths import is_folder
+from megapipe.paths import LATEST, is_folder
 
-LATEST = "latest"
 Kind = Literal["checkpoint", "checkpoints", "hugging_face"]
 """A checkpoint, a folder of several, or a folder of Hugging Face's."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -25,6 +26,7 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.observe.observer import Observer, build_sinks
 from megapipe.observe.provenance import provenance, start_mark
+from megapipe.paths import LATEST
 from megapipe.words import counted
 
 HIDDEN_S = 60.0
@@ -154,6 +156,16 @@ def _take(folder: RunFolder) -> None:
         what = counted(len(cleared.removed), "unfinished checkpoint")
         folder.notes.append(f"removed {what} of killed jobs from {folder.checkpoints}")
     folder.notes.extend(cleared.problems)
+    _link_latest(path)
+
+
+def _link_latest(path: Path) -> None:
+    """Have the link beside the runs lead to this one, where the file system has links."""
+    link, new = path.with_name(LATEST), path.with_name(f".{LATEST}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        if link.is_symlink() or not link.exists():
+            new.symlink_to(path.name)
+            new.replace(link)
 
 
 def _refuse_what_is_in_the_way(folder: Path) -> None:

@@ -9,6 +9,8 @@ from tests.parity.bad_input.experts import EXPERTS
 RUN = [
     Bad("run.name leads elsewhere", "run.name=../x", 2,
         ("run.name=../x: expected up to 100 letters",)),
+    Bad("run.name is the link to the newest run", "run.name=latest", 2,
+        ("run.name=latest: expected up to 100 letters", "not latest, which is a link")),
     Bad("run.name has a line break", ('run.name="a\\nb"',), 2, ("run.name=", "expected up to 100")),
     Bad("run.name is too long", f"run.name={'n' * 101}", 2, ("run.name=nnn", "expected up to 100")),
     Bad("run.seed is too large", f"run.seed={2**63}", 2, ("run.seed=", "expected a whole number")),

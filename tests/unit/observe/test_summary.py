@@ -42,15 +42,22 @@ def test_it_ends_with_the_commands_that_go_on_from_the_run(run_folder, monkeypat
     (run_folder / "config.yaml").write_text(cli.dump(config))
     place = Path("a b")
     run_folder.rename(place)
-    text, train = list(next_commands(place).values())
+    text, train, export = list(next_commands(place).values())
     python = shlex.quote(sys.executable)
     assert text == f"{python} -m megapipe generate 'a b' --prompt 'def '"
+    assert export == f"{python} -m megapipe convert megapipe-to-hf 'a b' 'a b-hf'"
     assert train == (
         f"{python} -m megapipe launch --nproc 4 -m megapipe train 'a b/config.yaml' train.steps=60"
     )
     monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
     assert all(c.startswith(".venv/bin/python -m ") for c in next_commands(place).values())
     assert cli.parse([str(place / "config.yaml"), "train.steps=60"]).config.train.steps == 60
+
+
+def test_a_model_of_no_class_has_no_command_for_its_export(run_folder):
+    given = ["model.positions=alibi", "model.norm=rmsnorm"]
+    (run_folder / "config.yaml").write_text(cli.dump(cli.parse(given).config))
+    assert list(next_commands(run_folder)) == ["more text", "to go on"]
 
 
 @pytest.mark.parametrize(

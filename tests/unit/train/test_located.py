@@ -41,6 +41,7 @@ def test_the_latest_is_of_the_run_that_saved_last_not_of_the_highest_step(tmp_pa
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     (tmp_path / "cut/checkpoints/step-00000009").mkdir(parents=True)
     (tmp_path / "file").touch()
+    (tmp_path / "latest").symlink_to("short")  # to the one started last
     assert located("latest", tmp_path) == ("checkpoints", tmp_path / "short/checkpoints")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,6 +58,30 @@ def test_what_a_killed_job_has_left_is_taken_over_and_removed(tmp_path: Path) ->
     assert [*(tmp_path / "checkpoints").iterdir()] == []
     taken.release()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_a_link_leads_to_the_run_that_was_started_last(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("a", "b", "a"):
+        take(runs / name).release()
+        assert os.readlink(runs / "latest") == name, "a name beside it, so runs can be moved"
+    assert sorted(path.name for path in runs.iterdir()) == ["a", "b", "latest"]
+    (runs / "a").rmdir()
+    take(runs / "b").release()
+    assert os.readlink(runs / "latest") == "b", "a link to nothing is replaced"
+
+
+def test_what_is_no_link_stays_where_the_link_would_be(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    take(tmp_path / "a").release()
+    assert (tmp_path / "latest").is_dir()
+    assert not (tmp_path / "latest").is_symlink()
+
+
+def test_a_folder_of_runs_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError(errno.EPERM, "no links")))
+    take(tmp_path / "a").release()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_starts_that_no_later_one_goes_on_from_keep_their_records(tmp_path: Path) -> None:

@@ -92,6 +92,11 @@ def class_of(model: ModelConfig, model_type: str | None = None) -> Any:
     return getattr(transformers, row.model_class)
 
 
+def has_class(model: ModelConfig) -> bool:
+    """Whether a class in the table expresses a resolved model."""
+    return model.source is None and any(not list(row.misfits(model)) for row in TABLE.values())
+
+
 def row_of(model: ModelConfig, model_type: str | None = None) -> Row:
     """The class that expresses a resolved model: `model_type`, or the first in the table.
 
