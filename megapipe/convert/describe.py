@@ -55,6 +55,8 @@ def lines_of_files(files: StoredTensors) -> Iterator[str]:
         f"{counted(len(files.tensors), 'tensor')} of {values:,} values, {', '.join(dtypes)}, "
         f"{nbytes / 1e9:,.3f} GB in {counted(len(files.files), 'file')}"
     )
+    if files.note is not None:
+        yield files.note
     if odd := [dtype for dtype in dtypes if dtype not in DTYPES]:
         yield f"types that are not read here: {', '.join(odd)}"
 

@@ -207,6 +207,12 @@ def _read_config(path: Path) -> Any:
             f"{path / CONFIG}: model_type {model_type!r} is not supported; supported are "
             f"{', '.join(TABLE)}"
         )
+    if (quantized := content.get("quantization_config")) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConfigError(
+            f"{path / CONFIG}: quantization_config ({method}): quantized weights are not read; "
+            "expected a folder of the model in bf16, fp16, fp32 or fp64"
+        )
     import transformers
 
     try:

@@ -54,6 +54,11 @@ class StoredTensors(ABC):
     def files(self) -> list[str]:
         """Names of the files."""
 
+    @property
+    def note(self) -> str | None:
+        """A line on what somebody may not expect of them."""
+        return None
+
     @abstractmethod
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """A new contiguous tensor of the `index` of a tensor (default: all of it). Raises
@@ -110,6 +115,13 @@ class TensorFiles(StoredTensors):
         """Names of the files."""
         return sorted({stored.file for stored in self.tensors.values()})
 
+    @property
+    def note(self) -> str | None:
+        """A line on files that are there and not read."""
+        if self.files == [SINGLE] and (self.folder / INDEX).exists():
+            return f"{self.folder / SINGLE} is read, as by transformers, not {INDEX} beside it"
+        return None
+
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """A new contiguous tensor of the `index` of a tensor (default: all of it). Only that much
         of the file is read."""
@@ -132,11 +144,11 @@ def widest(dtypes: Iterable[torch.dtype]) -> Dtype:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor; None for a folder with a single file."""
+    """The file of each tensor; None for a folder with a single file, which comes first."""
     path = folder / INDEX
+    if (folder / SINGLE).is_file():
+        return None
     if not path.exists():
-        if (folder / SINGLE).is_file():
-            return None
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         other = f"; {pickled[0]} is pickled, and not read" if pickled else ""
         raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} is there{other}")

@@ -186,12 +186,14 @@ def _weights(mixture: str) -> list[tuple[str, Any]]:
     return [(name, source["weight"]) for name, source in json.loads(mixture).items()]
 
 
-def check_weights(path: Place, stored: Mapping[str, JsonValue], config: Config) -> None:
-    """Check that weights at `path`, of which `stored` has the keys of the model, are of the run's.
+def check_weights(path: Place, stored: Mapping[str, JsonValue], config: Config) -> Changes:
+    """Check that weights at `path`, of which `stored` has the keys of the model, are of the run's;
+    returns how it goes on otherwise, as with another balance of experts.
 
     Raises :class:`CheckpointError` that names the keys which differ.
     """
-    wrong = [change for change in compare(stored, config) if change.of_model]
+    changes = compare(stored, config)
+    wrong = [change for change in changes if change.of_model]
     if stored.get(ADAPTERS) is None:  # they begin afresh
         wrong = [change for change in wrong if not change.key.startswith("lora.")]
     elif (adapters := _adapters(path, wrong)) is not None:
@@ -205,6 +207,8 @@ def check_weights(path: Place, stored: Mapping[str, JsonValue], config: Config) 
             f"checkpoint.load: {path} is of another model: {'; '.join(right)}; "
             f"megapipe convert inspect {path} --config prints what fits"
         )
+    told = stored.keys() & {*LISTED_OF_MODEL} - {"model.dtype"}
+    return Changes(tuple(change for change in changes if change.key in told))
 
 
 def _adapters(path: Place, changes: Iterable[Change]) -> CheckpointError | None:

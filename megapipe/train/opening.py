@@ -10,6 +10,7 @@ import torch
 from megapipe.checkpoint.durable import foreign
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
+from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.layout.checks import passed, shortened
 from megapipe.plan.report import changed_by_experts, met_by_a_token
 from megapipe.train.callbacks.callback import Run
@@ -42,6 +43,10 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
             )
     if source.weights is not None:
         yield f"begins with the weights of {source.weights.path}"
+        if isinstance(source.weights, HuggingFaceFolder) and source.weights.files.note is not None:
+            yield source.weights.files.note
+        for change in changes.told:
+            yield f"changed since: {change}"
         yield from _of_others(run, source.weights.path)
 
 

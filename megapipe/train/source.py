@@ -135,7 +135,7 @@ def changes_since(source: Source, config: Config, corpus: Change | None = None) 
     """Changes since the checkpoint, of the corpus if one is known; raises CheckpointError for what
     cannot go on."""
     if source.weights is not None:
-        changes.check_weights(source.weights.path, source.weights.config, config)
+        return changes.check_weights(source.weights.path, source.weights.config, config)
     if source.checkpoint is None:
         return Changes()
     return changes.check(source.checkpoint, config, own=source.is_own, corpus=corpus)

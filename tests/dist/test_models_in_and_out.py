@@ -204,11 +204,25 @@ def test_weights_full_checkpoints_and_exports_of_one_run(tmp_path: Path) -> None
     assert files_of(tmp_path / "out") == files_of(adopted / "exports" / exports[-1])
 
 
-def began_with(folder: Path, name: str) -> str:
+def test_how_a_run_goes_on_otherwise_than_its_folder_is_told(tmp_path: Path) -> None:
+    given = write_folder(tmp_path, "qwen3_moe")
+    assert given["model.moe.balance"] == "0.01"
+    changed = {**given, "model.moe.balance": "0.03", "train.stop_after": "1"}
+    run(tmp_path, Play("run", changed), Play("same", {**given, "train.stop_after": "1"}), world=1)
+    told = "changed since: model.moe.balance was 0.01 and is 0.03"
+    assert told in notes_of(tmp_path, "run")
+    assert not [line for line in notes_of(tmp_path, "same") if line.startswith("changed since")]
+
+
+def notes_of(folder: Path, name: str) -> list[str]:
     lines = (folder / "runs" / name / "log.jsonl").read_text().splitlines()
-    notes = [x["text"] for x in map(json.loads, lines) if x["kind"] == "note"]
-    (found,) = (x for x in notes if x.startswith("begins with the weights of "))
-    return str(found).removeprefix("begins with the weights of ")
+    return [x["text"] for x in map(json.loads, lines) if x["kind"] == "note"]
+
+
+def began_with(folder: Path, name: str) -> str:
+    begins = "begins with the weights of "
+    (found,) = (line for line in notes_of(folder, name) if line.startswith(begins))
+    return found.removeprefix(begins)
 
 
 @pytest.mark.slow

@@ -29,5 +29,7 @@ def run(given: argparse.Namespace) -> None:
     be_quiet()
     most = shard_bytes(given)
     source = HuggingFaceFolder.open(local_folder(given.source))
+    if source.files.note is not None:
+        tell(source.files.note)
     adopt(source, given.output, tokenizer=given.tokenizer, shard_bytes=most, tell=tell)
     print(f"{given.output}: a checkpoint, and {CONFIGURATION} for train.py")

@@ -25,7 +25,9 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder to make")
     parser.add_argument(
-        "--names", choices=("hf", "megapipe"), default="hf", help="default: %(default)s"
+        "--names",
+        choices=("hf", "megapipe"),
+        help="default: hf if a class of Hugging Face's expresses the model, else megapipe",
     )
     parser.add_argument(
         "--dtype",

@@ -23,6 +23,7 @@ from megapipe.convert.fresh import fresh_folder
 from megapipe.convert.source import KIND
 from megapipe.dtypes import Dtype
 from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.model.gpt.hf.config import has_class
 from megapipe.model.gpt.hf.weights import Entry
 from megapipe.model.gpt.moe import buffers
 from megapipe.model.gpt.parameters import WORD_EMBEDDING
@@ -34,7 +35,7 @@ def export_dcp(
     checkpoint: Checkpoint,
     output: Path,
     *,
-    names: Names = "hf",
+    names: Names | None = None,
     dtype: Dtype | None = None,
     model_type: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
@@ -43,13 +44,19 @@ def export_dcp(
 
     With `names` hf they are the state dict of the class that expresses the model, the head's too
     where it is tied, beside the class' ``config.json``; with megapipe our global tensors, beside a
-    ``config.yaml``. ``torch.distributed.checkpoint.load`` reads either into a state dict of these
-    names, on any number of ranks. The rest is as :func:`~megapipe.convert.export.export` has it.
+    ``config.yaml``; by default the former where a class expresses the model.
+    ``torch.distributed.checkpoint.load`` reads either into a state dict of these names, on any
+    number of ranks. The rest is as :func:`~megapipe.convert.export.export` has it.
 
     Raises:
-        ConfigError: no class can express the model.
+        ConfigError: the class cannot express the model, or with hf none can.
         CheckpointError: damage; a value that `dtype` does not hold; `output` exists.
     """
+    if names is None:
+        named_by_class = model_type is not None or has_class(stored_model(checkpoint.config))
+        names = "hf" if named_by_class else "megapipe"
+        if not named_by_class:
+            tell("no class of Hugging Face's expresses the model: the names are megapipe's")
     if names == "hf":
         row = class_of_run(checkpoint, model_type)
         weights = Weights.of_class(checkpoint, row, dtype, in_files=False)

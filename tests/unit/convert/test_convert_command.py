@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.cli import parse
@@ -131,6 +132,11 @@ BAD = [
     Bad("rope", 2, ("rope_type 'longrope'",), READ,
         in_config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4,
                                    "short_factor": [1.0] * 3, "long_factor": [1.0] * 3})),
+    Bad("a share that the class ignores", 2, ("config.json", "partial_rotary_factor = 0.5"), READ,
+        in_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4,
+                                   "partial_rotary_factor": 0.5})),
+    Bad("quantized", 2, ("quantization_config (gptq)", "not read"), READ,
+        in_config(quantization_config={"quant_method": "gptq", "bits": 4})),
     Bad("dropout", 2, ("attention_dropout = 0.1", "must be 0"), READ,
         in_config(attention_dropout=0.1)),
     Bad("type", 2, ("config.json: ", "hidden_size"), READ, in_config(hidden_size="wide")),
@@ -209,6 +215,30 @@ def test_both_ways_by_commands(given: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["hf-to-megapipe", "hf", "sampled"]) == 0
     assert main(["megapipe-to-hf", "sampled", "out"]) == 0
     assert json.loads((given / "out/generation_config.json").read_text())["temperature"] == 0.25
+
+
+def test_of_two_kinds_of_files_those_are_read_that_transformers_reads(
+    given: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a line says so."""
+    hf = AutoModelForCausalLM.from_pretrained(given / "hf")
+    index = (given / "hf/model.safetensors.index.json").read_text()
+    for path in (given / "hf").glob("model*"):
+        path.unlink()
+    with torch.no_grad():
+        hf.lm_head.weight.fill_(0.5)
+    hf.save_pretrained(given / "hf")
+    assert main(["inspect", "hf"]) == 0
+    assert "is read" not in capsys.readouterr().out
+    (given / "hf/model.safetensors.index.json").write_text(index)
+    told = "hf/model.safetensors is read, as by transformers, not model.safetensors.index.json"
+    assert main(["inspect", "hf"]) == 0
+    assert told in capsys.readouterr().out
+    assert main(["hf-to-megapipe", "hf", "new", "--tokenizer", "byte"]) == 0
+    assert told in capsys.readouterr().err
+    read = find_checkpoint(given / "new").read("model/head.weight")
+    assert torch.equal(read, torch.full_like(read, 0.5))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(given / "hf").lm_head.weight, read)
 
 
 def test_what_inspect_shows(given: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,14 +86,18 @@ def test_both_ways(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_experts_and_their_biases_by_our_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of a model that no class expresses, these are the names by default."""
     monkeypatch.chdir(tmp_path)
     case = Case(moe="groups", layers=2, dtype="fp32", tied=False, vocab=259)
     model = configure(case)[0].model
     params = init_random(model, seed=5, dtype=torch.float32)
     write_checkpoint(tmp_path / "run", model, params)
-    assert main(["megapipe-to-dcp", "run", "dcp", "--names", "megapipe"]) == 0
+    assert main(["megapipe-to-dcp", "run", "refused", "--names", "hf"]) == 2
+    assert "cannot be expressed by Hugging Face's" in capsys.readouterr().err
+    assert main(["megapipe-to-dcp", "run", "dcp"]) == 0
+    assert "no class of Hugging Face's expresses the model" in capsys.readouterr().err
     assert main(["dcp-to-megapipe", "dcp", "again", "--tokenizer", "byte"]) == 0
     assert_run_has(tmp_path / "again", model, params)
     index = DcpFiles.open(Path("dcp"))

@@ -247,6 +247,14 @@ def test_a_state_of_another_model_is_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_the_balance_of_experts_is_that_of_the_class() -> None:
+    for config in (MixtralConfig(router_aux_loss_coef=0.02), Qwen3MoeConfig()):
+        model = config_from_hf(config)
+        assert model.moe.balance == config.router_aux_loss_coef
+        assert config_to_hf(model).router_aux_loss_coef == config.router_aux_loss_coef
+    assert config_from_hf(config_to_hf(of_dots1(balance=0.3))).moe.balance == 0, "it has none"
+
+
 def test_params_of_another_model_are_refused() -> None:
     params = init_random(LLAMA, seed=3)
     with pytest.raises(CheckpointError, match=r"layers.1.attention.out.weight is not part"):
@@ -315,7 +323,7 @@ def test_params_of_another_model_are_refused() -> None:
         (MixtralConfig(num_local_experts=1), "num_local_experts = 1, .*model.moe.experts = 1: "),
         (
             Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True),
-            "num_experts_per_tok = 1, .*norm_topk_prob = True .*expected model.moe.normalise=false",
+            "num_experts_per_tok = 1, .*norm_topk_prob = True, .*expected model.moe.normalise=false",
         ),
         (dots1(n_shared_experts=None), "n_shared_experts = None: expected 1 or more"),
         (dots1(n_group=3), "n_group = 3, .*model.moe.experts=8 is not divisible by .*groups=3"),

@@ -146,6 +146,7 @@ MIXTURES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
                 groups=4,
                 group_top_k=2,
                 bias_rate=0.0,
+                balance=0.0,
             ),
         },
     ),

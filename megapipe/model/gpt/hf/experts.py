@@ -158,7 +158,12 @@ _GROUPS_OF_TWO = Part((), lambda config: {}, lambda model: {}, _too_small_groups
 _ONE_GROUP = {"groups": 1, "group_top_k": 1}
 
 MIXTRAL_EXPERTS = _experts(
-    {"experts": "num_local_experts", "top_k": "num_experts_per_tok", "ffn": "intermediate_size"},
+    {
+        "experts": "num_local_experts",
+        "top_k": "num_experts_per_tok",
+        "ffn": "intermediate_size",
+        "balance": "router_aux_loss_coef",
+    },
     "intermediate_size",
     _ONE_GROUP,
 )
@@ -169,6 +174,7 @@ _QWEN3_EXPERTS = _experts(
         "top_k": "num_experts_per_tok",
         "ffn": "moe_intermediate_size",
         "normalise": "norm_topk_prob",
+        "balance": "router_aux_loss_coef",
     },
     "intermediate_size",
     _ONE_GROUP,
@@ -188,7 +194,7 @@ DOTS1_EXPERTS = _experts(
         "group_top_k": "topk_group",
     },
     "intermediate_size",
-    {"scores": "sigmoid"},
+    {"scores": "sigmoid", "balance": 0.0},  # its loss has no term
     _DENSE_FIRST,
     _SHARED,
     _BIASED,
