@@ -85,7 +85,7 @@ class OneHot(nn.Module):
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
-        self.register_buffer("words", torch.eye(vocab_size))
+        self.register_buffer("words", torch.eye(vocab_size, dtype=torch.float64))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.words[tokens]  # type: ignore[index, no-any-return]

@@ -226,18 +226,14 @@ class Modules(Family):
         )
 
     def build(self, stage: StageSpec, sharding: Sharding) -> ModuleStage:
-        """A stage whose parameters have no storage yet, but remember their initial values."""
-        from megapipe.layers.parameter import TORCH_DTYPES
+        """A stage whose parameters have no storage yet, but remember their initial values. Buffers
+        keep the types in which they were made, as angles need more digits than weights."""
         from megapipe.model.modules.stage import ModuleStage
         from megapipe.model.modules.units import places
 
         made = self._source.make(self.conditions.seed, stage.layers)
         last = self.layers - 1
         layers = {number: made[number] for number in stage.layers}
-        for layer in layers.values():
-            for buffer in layer.buffers():
-                if buffer.is_floating_point():
-                    buffer.data = buffer.data.to(TORCH_DTYPES[self.dtype])
         found = [p for p in places(made, last, self._source) if p.layer in stage.layers]
         if [p.spec for p in found] != list(self.parameters(stage)):
             raise ConfigError(

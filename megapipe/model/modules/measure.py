@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.dtypes import Dtype
@@ -72,7 +73,10 @@ def measure(
     found = []
     memory = _Memory()
     for number, layer in enumerate(layers):
-        layer.to("meta", TORCH_DTYPES[dtype])
+        layer.to("meta")
+        for parameter in layer.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(TORCH_DTYPES[dtype])
         before = _buffers(layer)
         own = [m for m in layer.modules() if isinstance(m, Linear) and m in deferred]
         with one_rank(own, tp):
@@ -131,6 +135,39 @@ def _kept_by(loss: Loss, y: Any, tokens: tuple[int, int], memory: _Memory) -> Ma
     return kept
 
 
+class _OneType(TorchDispatchMode):
+    """Refuses products of two types, which fail on devices but not on the meta device."""
+
+    _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function in self._PRODUCTS:
+            kinds = {each.dtype for each in args[-2:] if each.is_floating_point()}
+            if len(kinds) > 1:
+                names = sorted(str(kind).removeprefix("torch.") for kind in kinds)
+                raise RuntimeError(f"a product of {' and '.join(names)}")
+        return function(*args, **(kwargs or {}))
+
+
+def _wide(layer: nn.Module) -> str:
+    """A hint where a buffer has another type than the weights."""
+    kinds = {p.dtype for p in layer.parameters() if p.is_floating_point()}
+    for name, buffer in layer.named_buffers():
+        if buffer.is_floating_point() and kinds and buffer.dtype not in kinds:
+            kind = str(buffer.dtype).removeprefix("torch.")
+            return (
+                f" (its buffer {name} keeps the {kind} in which it was made: what is computed with "
+                "it may need .to(x.dtype))"
+            )
+    return ""
+
+
 def _buffers(layer: nn.Module) -> set[tuple[str, Tensor, int]]:
     """The buffers of a layer, and how often each was written to."""
     return {(name, buffer, buffer._version) for name, buffer in layer.named_buffers()}
@@ -150,13 +187,14 @@ def _run(
     counter = FlopCounterMode(display=False, custom_mapping=SDPA_FLOPS)
     weights = (*layer.parameters(), *layer.buffers())
     kept = memory.saved(weights)
-    with _hooked(own, shares) as seen, kept as saved, counter, fused_attention(), shares:
+    one_type, fused = _OneType(), fused_attention()
+    with _hooked(own, shares) as seen, kept as saved, one_type, counter, fused, shares:
         try:
             y = layer(*x)
         except FAILURES as error:  # whatever the user's code raises
             on = f" of one of parallel.tp={tp} ranks" if tp > 1 else ""
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            problem = shares.problem or f"fails on the meta device{on}: {text}"
+            problem = shares.problem or f"fails on the meta device{on}: {text}{_wide(layer)}"
             raise source.problem(f"layer {number}: {problem}") from error
     y = y if isinstance(y, tuple) else (y,)
     if not y or not all(isinstance(each, Tensor) for each in y):

@@ -323,7 +323,7 @@ def test_params_of_another_model_are_refused() -> None:
         (MixtralConfig(num_local_experts=1), "num_local_experts = 1, .*model.moe.experts = 1: "),
         (
             Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True),
-            "num_experts_per_tok = 1, .*norm_topk_prob = True, .*expected model.moe.normalise=false",
+            "num_experts_per_tok = 1, .*norm_topk_prob = True, .*expected model.moe.normalise=f",
         ),
         (dots1(n_shared_experts=None), "n_shared_experts = None: expected 1 or more"),
         (dots1(n_group=3), "n_group = 3, .*model.moe.experts=8 is not divisible by .*groups=3"),
