@@ -7,6 +7,7 @@ a cluster, Docker or the hub is looked at as text.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -130,12 +131,15 @@ def test_commands_work_one_after_the_other(clone: Path, run_name: str) -> None:
     wanted = [c for c in commands(here=True) if not others & {*re.split(r"[ =/]", c)}]
     assert sum(map(trains, wanted)) == 2
     printed = run(clone, [f"{c} {SHORT}" if trains(c) else c for c in wanted])
-    more, going_on = (
+    more, going_on, export = (
         re.search(rf"^{name} +(\S.*)$", printed, re.MULTILINE)[1]  # type: ignore[index]
-        for name in ("more text", "to go on")
+        for name in ("more text", "to go on", "to export")
     )
     assert more.startswith(".venv/bin/python -m megapipe generate runs/quickstart-")
-    assert "step 6/6" in run(clone, [more, going_on])
+    assert "step 6/6" in run(clone, [more, going_on, export])
+    exported = json.loads((clone / export.split()[-1] / "config.json").read_text(encoding="utf-8"))
+    assert exported["architectures"] == ["LlamaForCausalLM"]
+    assert (clone / "runs" / os.readlink(clone / "runs/latest")).is_dir()
     names = {path.name for path in (clone / "runs").iterdir()}
     assert run_name in names
     assert any(name.startswith("quickstart-") for name in names)

@@ -18,6 +18,7 @@ import pytest
 
 from tests.dist.stand_ins import write_program
 from tests.parity.marks import in_parts
+from tests.running import python_versions
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -108,6 +109,7 @@ def tree(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
     for name in ("PYTHON", "OMP_NUM_THREADS", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))  # and no other version of Python
     return root
 
 
@@ -127,7 +129,8 @@ def started_in(tree):
     times are recorded in a file somewhere."""
     log = tree / "log"
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return [[line[0], *line[5:]] if line[1:2] == ["-p"] else line for line in lines]
+    lines = [[line[0], *line[5:]] if line[1:2] == ["-p"] else line for line in lines]
+    return [[word for word in line if "/three-steps-" not in word] for line in lines]
 
 
 def take_log(tree):
@@ -164,6 +167,8 @@ def full(tree):
     return [
         *(*LINT, LINKS, OTHER_SYSTEMS, [*PIP_START, "-q", "--no-deps", *target, *older]),
         ["pytest", "-m", "not slow and not gpu and not deadline", *WORKERS],
+        ["launch"],  # a module that is imported
+        ["__main__", *python_versions.TRAINING[2:]],
     ]
 
 

@@ -5,6 +5,7 @@
 2. The tests on three workers, first the files with those that `--changed` would run.
 3. The tests marked `deadline`, one after the other with nothing beside them.
 4. What has failed, once more, alone: this shows whether it fails again, and changes nothing.
+5. With all that CI runs: a training under the lowest and the highest Python of the machine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from tests.running import lowest_python, processes
+from tests.running import lowest_python, processes, python_versions
 from tests.running.changed import files_to_begin_with
 from tests.running.other_systems import install_other_systems
 from tests.running.processes import Types
@@ -68,6 +69,8 @@ def run_all(*, full: bool, pytest_options: Sequence[str]) -> int:
             if full:
                 install_other_systems()
             _run_tests(phases, types, full, pytest_options)
+            if full:
+                phases.run("other Pythons", python_versions.check)
             phases.run("types", types.end)
     return phases.end()
 
