@@ -6,6 +6,7 @@
 #   scripts/test.sh tests/unit -k schedule   arguments go to pytest, which then runs in one process
 #   scripts/test.sh --help                   everything else (tests/running)
 set -euo pipefail
+venv_for=tests
 # shellcheck source=scripts/venv.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/venv.sh"
 

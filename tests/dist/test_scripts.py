@@ -43,6 +43,9 @@ name = "torch" if sys.argv[-1] == "torch" else "rest"
 info = site / f"{name}-1.dist-info"
 info.mkdir(exist_ok=True)
 (info / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {name}\\nVersion: 1\\n")
+print("pip says", name)
+if os.environ.get("PIP_FAILS_AT") == name:
+    sys.exit(1)
 if os.environ.get("PIP_DIES_AT") == name:
     os.kill(os.getppid(), 9)
     os._exit(9)
@@ -146,6 +149,7 @@ def take_log(tree):
 PIP_START = ["pip", "--disable-pip-version-check", "install"]
 WITH_PINS = [*PIP_START, "--no-compile", "-c", "constraints.txt"]
 INSTALL = [[*WITH_PINS, "torch"], [*WITH_PINS, "-e", ".[log,dev]"]]
+TO_TRAIN = [INSTALL[0], [*WITH_PINS, "-e", "."]]
 LINT = [["mypy"], ["ruff", "check", "."], ["ruff", "format", "--check", "."]]
 LINKS = ["pytest", "-q", "-k", "links", "tests/unit/test_docs.py", "tests/unit/test_guides.py"]
 OTHER_SYSTEMS = [
@@ -196,12 +200,14 @@ def test_a_missing_environment_is_made_torch_first_and_kept(tree):
 
 
 def test_without_other_systems_all_else_is_tested(tree):
+    run(tree, "test.sh")
+    take_log(tree)
     done = run(tree, "test.sh", "--full", EXIT_PEERS="1")
     assert (done.returncode, done.stderr) == (
         0,
         "other systems cannot be installed: most of tests/external is left out\n",
     )
-    assert take_log(tree) == [*INSTALL, *full(tree)]
+    assert take_log(tree) == full(tree)
 
 
 def test_a_check_that_fails_is_the_exit_code(tree):
@@ -325,7 +331,7 @@ def test_two_at_once_install_once(tree):
     command = ["bash", "-c", 'set -eu; source "$0"', str(tree / "scripts/venv.sh")]
     both = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
-    assert take_log(tree) == INSTALL
+    assert take_log(tree) == TO_TRAIN
 
 
 def test_another_python_version_on_request(tree, tmp_path):
@@ -380,7 +386,7 @@ def test_a_wrong_python_leaves_the_environment_as_it_is(tree):
 def test_quickstart_trains_eight_processes_and_sums_up(tree):
     assert run(tree, "quickstart.sh", "train.steps=5", "data.source=a b").returncode == 0
     *install, launch, summary, generate = take_log(tree)
-    assert install == INSTALL
+    assert install == TO_TRAIN
     name = launch[5].removeprefix("run.name=")
     assert re.fullmatch(r"quickstart-\d{8}-\d{6}", name)
     assert launch == [
@@ -390,6 +396,41 @@ def test_quickstart_trains_eight_processes_and_sums_up(tree):
     ]
     assert summary == ["__main__", "summary", f"runs/{name}"]
     assert generate[:3] == ["__main__", "generate", f"runs/{name}"]
+
+
+def test_tests_add_their_packages_to_those_of_training(tree):
+    """And an environment for tests trains."""
+    run(tree, "quickstart.sh", "--help")
+    take_log(tree)
+    (tree / ".venv/kept").touch()
+    assert run(tree, "test.sh").returncode == 0
+    assert take_log(tree) == [*INSTALL, *CHECKS]
+    run(tree, "quickstart.sh", "--help")
+    assert [line[0] for line in take_log(tree)] == ["launch"]
+    assert (tree / ".venv/kept").exists()
+
+
+def test_each_phase_of_an_install_is_told_before_it_begins(tree):
+    """In few lines; what pip prints is in a file."""
+    done = run(tree, "quickstart.sh", "--help")
+    told = [line.removeprefix("quickstart.sh: ") for line in done.stderr.splitlines()]
+    assert told[0].startswith("making .venv with Python 3.")
+    assert told[1:] == [
+        "installing torch",
+        "installing what training needs",
+        "compiling what was installed",
+    ]
+    assert (tree / ".venv/pip.log").read_text() == "pip says rest\n"
+
+
+@in_parts("package", ["torch", "rest"], full=2)
+def test_an_install_that_fails_shows_the_end_of_what_pip_prints(tree, package):
+    done = run(tree, "quickstart.sh", PIP_FAILS_AT=package)
+    assert done.returncode == 1
+    *_, shown, last = done.stderr.splitlines()
+    assert shown == f"pip says {package}"
+    assert "could not be installed; .venv/pip.log has all that pip printed" in last
+    assert run(tree, "quickstart.sh", "--help").returncode == 0
 
 
 def test_quickstart_follows_the_run_folder_of_its_arguments(tree):
