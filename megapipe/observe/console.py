@@ -1,20 +1,28 @@
-"""One aligned line per step on the terminal, with its date, plain text wherever it goes."""
+"""One aligned line per step: with its date and all values as plain text, or as a terminal has room.
+
+A terminal shows the values that fit in one of its lines, the most important ones first, and a bar
+beneath. All values are in ``log.jsonl``.
+"""
 
 import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import TextIO
 
 from megapipe.observe.record import StepRecord, ValidationRecord
+from megapipe.observe.terminal import Terminal
 from megapipe.words import plural
+
+DATE, TIME = "%Y-%m-%d", "%H:%M:%S"
 
 
 class ConsoleSink:
     """Prints every ``every``-th step, the first and the last, validations and notes.
 
-    A reader that has gone away (a closed pipe) is replaced by the null device.
+    On a terminal a bar beneath them shows every step. A reader that has gone away (a closed pipe)
+    is replaced by the null device.
     """
 
     name = "console"
@@ -26,16 +34,30 @@ class ConsoleSink:
         self._every = every
         self._now = now
         self._first = True
+        self._terminal = Terminal.of(stream)
+        self._last: StepRecord | None = None
 
     def step(self, record: StepRecord) -> None:
         """Print the step if it is one to be shown."""
         first, self._first = self._first, False
         if first or record.step % self._every == 0 or record.step == record.steps:
-            self._print(step_line(record))
+            if self._terminal is None:
+                self._print(step_line(record))
+            else:
+                self._print(step_line(record, self._terminal.width - len(f"{self._now():{TIME}} ")))
+        self._last = record
+        if self._terminal is not None:
+            left = f"{duration(record.eta_seconds)} left"
+            self._terminal.show(record.step, record.steps, left)
+
+    def phase(self, text: str) -> None:
+        """Show on a terminal, with the progress, what is done from now on."""
+        if self._terminal is not None and self._last is not None:
+            self._terminal.show(self._last.step, self._last.steps, text, at_once=True)
 
     def validation(self, record: ValidationRecord) -> None:
         """Print a validation loss."""
-        self._print(validation_line(record))
+        self._print(validation_line(record), "bold")
 
     def note(self, text: str) -> None:
         """Print a line of text."""
@@ -44,13 +66,18 @@ class ConsoleSink:
     def close(self) -> None:
         """Flush; output that cannot be delivered must not change the exit code."""
         try:
+            if self._terminal is not None:
+                self._terminal.close()
             self._stream.flush()
         except (OSError, ValueError):
             self._discard()
 
-    def _print(self, line: str) -> None:
+    def _print(self, line: str, style: str | None = None) -> None:
         try:
-            print(f"{self._now():%Y-%m-%d %H:%M:%S} {line}", file=self._stream, flush=True)
+            if self._terminal is None:
+                print(f"{self._now():{DATE} {TIME}} {line}", file=self._stream, flush=True)
+            else:
+                self._terminal.print(f"{self._now():{TIME}}", line, style)
         except BrokenPipeError:
             self._discard()
             raise
@@ -62,34 +89,43 @@ class ConsoleSink:
             os.close(null)
 
 
-def step_line(record: StepRecord) -> str:
-    """One step; a value that is not known is left out."""
-    cells = [
-        _position(record.step, record.steps),
-        f"{_compact(record.samples):>5} {plural('sample', record.samples):<7}",
-        f"loss {record.loss:7.4f}",
-        f"lr {record.lr:.2e}",
-        f"grad norm {record.grad_norm:8.3g}",
-        f"{record.seconds * 1e3:6,.0f} ms",
-        f"{_compact(record.tokens_per_second):>5} tok/s",
-    ]
+def step_line(record: StepRecord, width: int | None = None) -> str:
+    """One step in `width` columns (default: any number); a value that is not known is left out, and
+    so are those that matter least where there is no room. Position and loss always stay."""
+    cells = [*_cells(record)]
+    for _, least in sorted(((rank, text) for rank, text in cells if rank), reverse=True):
+        if width is None or len(" | ".join(text for _, text in cells)) <= width:
+            break
+        cells = [cell for cell in cells if cell[1] != least]
+    return " | ".join(text for _, text in cells)
+
+
+def _cells(record: StepRecord) -> Iterator[tuple[int, str]]:
+    """Values in their order, each with how soon it leaves where there is no room: 0 never does."""
+    yield 0, _position(record.step, record.steps)
+    yield 6, f"{_compact(record.samples):>5} {plural('sample', record.samples):<7}"
+    yield 0, f"loss {record.loss:7.4f}"
+    yield 4, f"lr {record.lr:.2e}"
+    yield 3, f"grad norm {record.grad_norm:8.3g}"
+    yield 5, f"{record.seconds * 1e3:6,.0f} ms"
+    yield 2, f"{_compact(record.tokens_per_second):>5} tok/s"
     if record.tflops_per_device is not None:
-        cells.append(_flops(record.tflops_per_device * 1e12))
+        yield 9, _flops(record.tflops_per_device * 1e12)
     if record.mfu is not None:
-        cells.append(f"MFU {record.mfu:5.1%}")
+        yield 7, f"MFU {record.mfu:5.1%}"
     if record.memory_gib is not None:
-        cells.append(f"{record.memory_gib:6.2f} GiB")
+        yield 8, f"{record.memory_gib:6.2f} GiB"
     if record.skipped is not None:
-        cells.append(f"{record.skipped} skipped")
+        yield 1, f"{record.skipped} skipped"
     if record.routing is not None:
-        cells.append(f"balance {record.routing.balance:.3f}")
+        yield 7, f"balance {record.routing.balance:.3f}"
         if record.routing.dropped:
-            cells.append(f"{record.routing.dropped:.1%} dropped")
+            yield 7, f"{record.routing.dropped:.1%} dropped"
     if record.sources is not None:
         known = {name: s.loss for name, s in record.sources.items() if not math.isnan(s.loss)}
-        cells += [f"{name} {loss:.4f}" for name, loss in known.items()]
-    cells.append(f"ETA {duration(record.eta_seconds)}")
-    return " | ".join(cells)
+        for name, loss in known.items():
+            yield 10, f"{name} {loss:.4f}"
+    yield 1, f"ETA {duration(record.eta_seconds)}"
 
 
 def validation_line(record: ValidationRecord) -> str:

@@ -40,11 +40,15 @@ class Observer:
         text = without_secrets(text)
         self._each(lambda sink: sink.note(text))
 
+    def phase(self, text: str) -> None:
+        """Show what is done from now on, where somebody looks at it: on a terminal."""
+        self._each(lambda sink: sink.phase(text) if isinstance(sink, ConsoleSink) else None)
+
     def close(self) -> None:
         """Write out and close every sink."""
         self._each(lambda sink: sink.close())
 
-    def _each(self, action: Callable[[Sink], None]) -> None:
+    def _each(self, action: Callable[[Sink], object]) -> None:
         for sink in self._sinks:
             try:
                 action(sink)

@@ -69,6 +69,11 @@ class Run:
         if self.observer is not None:
             self.observer.note(text)
 
+    def phase(self, text: str) -> None:
+        """Show on a terminal what is done from now on, until the next step."""
+        if self.observer is not None:
+            self.observer.phase(text)
+
     def check_settled(self) -> None:
         """Raise :class:`CallbackError` where the last step may still be taken back."""
         if not self.train_step.settled:

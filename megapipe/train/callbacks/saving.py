@@ -152,6 +152,7 @@ class Saving(Callback):
         Raises :class:`CheckpointError` on all ranks, also for the save before, and
         :class:`LaunchError` where another job has the run folder.
         """
+        run.phase("saving ...")
         run.callbacks.before_save(run, step)
         self.folder.check(run.mesh)
         self.finish(run, leaves=wait)

@@ -33,6 +33,7 @@ class Validation(Callback):
         start = time.perf_counter()
         batches, train = held_out.batches, run.config.train
         samples, most = len(batches), train.validation_samples
+        run.phase(f"{'testing' if held_out.split == 'test' else 'validating'} ...")
         if most is not None and held_out.split == "validation":
             samples = min(samples, most)
         found = run.train_step.evaluate(batches.rows, samples, stop=lambda: bool(run.stop))

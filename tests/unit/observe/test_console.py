@@ -1,4 +1,5 @@
 import io
+import re
 from dataclasses import replace
 from datetime import datetime
 
@@ -6,7 +7,7 @@ import pytest
 
 from megapipe.observe import ValidationRecord
 from megapipe.observe.console import ConsoleSink, duration, step_line, validation_line
-from megapipe.observe.record import RoutingRecord
+from megapipe.observe.record import RoutingRecord, SourceRecord
 
 
 def test_a_step_line_shows_every_value(make_record):
@@ -128,3 +129,80 @@ def test_every_line_begins_with_its_date(make_record):
     lines = stream.getvalue().splitlines()
     assert [line[:20] for line in lines] == ["2026-02-03 04:05:06 "] * 3
     assert lines[0].endswith(" a note")
+
+
+class Screen(io.StringIO):
+    """A terminal that shows what was written to it, as far as lines and their erasure go."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", self.getvalue())
+        return [line.rpartition("\r\x1b[2K")[2] for line in plain.split("\n")]
+
+
+@pytest.fixture(params=[80, 100, 200])
+def columns(request, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return request.param
+
+
+def test_a_step_is_one_line_of_a_terminal(make_record, columns):
+    screen = Screen()
+    sink = ConsoleSink(screen)
+    widest = {"step": 99_999, "steps": 100_000, "loss": 11.1234, "grad_norm": 1.2e-5}
+    sources = {"code": SourceRecord(2.5, 100, 1), "text": SourceRecord(3.5, 200, 2)}
+    sink.step(make_record(**widest, sources=sources))
+    line, bar = screen.lines()
+    assert len(line) <= columns
+    assert "loss 11.1234 |" in line
+    assert "19.9k tok/s" in line
+    assert ("MFU 41.3%" in line) == (columns == 200), "what matters least leaves first"
+    assert re.fullmatch(r"100% [━╸╺ ]+ 2:01 left *", bar)
+    assert len(bar) <= columns
+
+
+def test_beneath_the_lines_is_a_bar_with_the_time_left(make_record, columns):
+    screen = Screen()
+    sink = ConsoleSink(screen, every=10)
+    sink.note("a line of " + "many words " * 30)
+    before = len(screen.lines())
+    assert all(len(line) <= columns for line in screen.lines())
+    for step in range(1, 13):
+        sink.step(make_record(step=step, steps=24))
+    *_, first, tenth, bar = screen.lines()
+    assert len(screen.lines()) == before + 2
+    assert " step  1/24 | " in first
+    assert " step 10/24 | " in tenth
+    sink.phase("validating ...")
+    *_, bar = screen.lines()
+    assert re.fullmatch(r" 50% ━+.* validating \.\.\. *", bar)
+    sink.validation(ValidationRecord(step=12, steps=24, loss=2.5, seconds=1.26))
+    *_, told, bar = screen.lines()
+    assert "held-out text" in told
+    assert "validating" in bar
+    sink.close()
+    assert screen.lines()[-1] == "", "the bar is gone"
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Screen])
+def test_what_is_no_terminal_gets_whole_lines_without_codes(make_record, monkeypatch, stream):
+    monkeypatch.setenv("TERM", "dumb")
+    written = stream()
+    sink = ConsoleSink(written)
+    sink.step(make_record())
+    sink.phase("validating ...")
+    sink.close()
+    (line,) = written.getvalue().splitlines()
+    assert line[20:] == step_line(make_record())
+
+
+def test_colours_are_left_out_where_they_are_not_wanted(make_record, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Screen()
+    ConsoleSink(screen).step(make_record())
+    assert "\x1b[3" not in screen.getvalue()
