@@ -10,9 +10,9 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TextIO
 
-from megapipe.errors import ConfigError, MegapipeError
+from megapipe.errors import ConfigError, MegapipeError, Preempted
 from megapipe.words import without_secrets
 
 TRACEBACK = "--traceback"
@@ -118,13 +118,23 @@ def take_any_character() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def fresh_line(stream: TextIO) -> str:
+    """What begins a line anew on a terminal, where a bar with the progress may stand; else
+    nothing."""
+    erases = os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and stream.isatty()
+    return "\r\x1b[2K" if erases else ""
+
+
 def say(error: MegapipeError, *, trace: bool = False) -> None:
-    """Print an error as one line; with `trace`, below where it arose and what led to it."""
+    """Print an error as one line; with `trace`, below where it arose and what led to it. A stop
+    that was asked for is none."""
     if trace:
         error.__suppress_context__ = False
         show_trace(error)
+    begin = "megapipe: " if isinstance(error, Preempted) else "megapipe: error: "
     with contextlib.suppress(OSError, ValueError):
-        print(f"megapipe: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        line = f"{fresh_line(sys.stderr)}{begin}{' '.join(str(error).split())}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def show_trace(error: BaseException) -> None:

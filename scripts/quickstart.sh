@@ -2,6 +2,7 @@
 # Trains a small GPT on 8 CPU processes, with data, tensor and pipeline parallelism, in the .venv
 # that it makes when there is none. Each call is a new run; arguments are settings:
 #   scripts/quickstart.sh train.steps=1000 pipeline.schedule=zb_h1
+#   scripts/quickstart.sh --resume           goes on with the last of these runs
 set -euo pipefail
 # shellcheck source=scripts/venv.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/venv.sh"
@@ -9,17 +10,25 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/venv.sh"
 folder=runs
 name=quickstart-$(date +%Y%m%d-%H%M%S)
 trains=yes
+resumes=no
+settings=()
 for argument in "$@"; do
   case $argument in
+    --resume) resumes=yes && continue ;;
     run.folder=*) folder=${argument#*=} ;;
     run.name=*) name=${argument#*=} ;;
     --dry-run | --help | -h) trains=no ;;
   esac
+  settings+=("$argument")
 done
+if [[ $resumes == yes ]]; then
+  for run in "$folder"/quickstart-*; do name=${run##*/}; done # the last by name is the newest
+  [[ -d $folder/$name ]] || venv_die "--resume: no run of this script is in $folder"
+fi
 
 export OMP_NUM_THREADS=1
 .venv/bin/python -m megapipe.launch --nproc 8 \
-  train.py configs/quickstart.yaml "run.name=$name" "$@"
+  train.py configs/quickstart.yaml "run.name=$name" ${settings[@]+"${settings[@]}"}
 if [[ $trains == yes ]]; then
   summary=$(.venv/bin/python -m megapipe summary "$folder/$name")
   printf '\nIts text:\n\n'

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
+from megapipe.command_line import fresh_line
 from megapipe.errors import Preempted
 
 AGAIN_S = 1.0
@@ -158,7 +159,7 @@ class StopRequest(Listener):
         if number == signal.SIGINT and self.speaks:
             with contextlib.suppress(OSError, ValueError):
                 text = "megapipe: saves after this step and ends; Ctrl-C again ends at once"
-                print(text, file=sys.stderr, flush=True)
+                print(f"{fresh_line(sys.stderr)}{text}", file=sys.stderr, flush=True)
 
     def _ask(self, number: signal.Signals) -> None:
         """Ask for a stop; the first time, while there is nothing to save, end."""

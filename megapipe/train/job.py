@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from megapipe.cli import Command, flatten, show
 from megapipe.config import Config
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.environment import set_environment
-from megapipe.errors import MegapipeError
+from megapipe.errors import MegapipeError, Preempted
 from megapipe.launch import devices, progress, rendezvous
 from megapipe.launch.affinity import bind_near
 from megapipe.launch.listening import listen_beside
@@ -32,6 +33,7 @@ from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import package_hash
+from megapipe.observe.summary import next_commands
 from megapipe.plan.report import report as plan_report
 from megapipe.watch.journal import Journal, text
 from megapipe.watch.rank import Watch
@@ -176,7 +178,12 @@ def start(
                 ending.cleanup = trainer.close
                 if watch is not None and not watched:
                     watch.close()
-                trainer.run()
+                try:
+                    trainer.run()
+                except Preempted as stopped:
+                    if info.local_world < info.world:
+                        raise
+                    raise Preempted(f"{stopped}{_going_on(trainer.folder.path)}") from None
         except Finished as finished:
             if info.rank == 0:
                 show(f"{finished}\n")
@@ -196,6 +203,14 @@ def start(
         if watch is not None:
             watch.close()
         ending.cleanup()  # after the peers know: an upload may take its time
+
+
+def _going_on(folder: Path) -> str:
+    """The command by which a run goes on, as the end of a sentence."""
+    with contextlib.suppress(MegapipeError, OSError):
+        if (command := next_commands(folder).get("to go on")) is not None:
+            return f"; to go on: {command}"
+    return ""
 
 
 def compared(config: Config) -> dict[str, object]:

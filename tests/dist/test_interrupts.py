@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -54,6 +55,12 @@ def test_a_process_that_is_interrupted_saves_and_goes_on_later(tmp_path: Path) -
         outcome = job.end()
     assert outcome.codes == [75]
     assert_saved(outcome, tmp_path)
+    assert outcome.errors[0].startswith("megapipe: stopped by a signal"), "it is no error"
+    _, command = outcome.errors[0].split("; to go on: ")
+    assert shlex.split(command)[1:-1] == shlex.split(
+        "-m megapipe launch --nproc 1 -m megapipe train"
+    )
+    assert command.endswith("runs/run/config.yaml")
     assert outcome.text.count("Ctrl-C again ends at once") == 1
     assert "Traceback" not in outcome.text
     saved = int(outcome.errors[0].split("saved step ")[1].split()[0])

@@ -438,6 +438,19 @@ def test_quickstart_follows_the_run_folder_of_its_arguments(tree):
     assert take_log(tree)[-2] == ["__main__", "summary", "/data/my runs/mine"]
 
 
+def test_quickstart_goes_on_with_the_last_of_its_runs(tree):
+    done = run(tree, "quickstart.sh", "--resume")
+    assert done.returncode == 2
+    assert done.stderr.endswith("quickstart.sh: --resume: no run of this script is in runs\n")
+    for name in ("quickstart-20260102-030405", "quickstart-20260102-030406", "other"):
+        (tree / "runs" / name).mkdir(parents=True)
+    take_log(tree)
+    assert run(tree, "quickstart.sh", "--resume", "train.steps=5").returncode == 0
+    launch, summary, _ = take_log(tree)
+    assert launch[-2:] == ["run.name=quickstart-20260102-030406", "train.steps=5"]
+    assert summary[-1] == "runs/quickstart-20260102-030406"
+
+
 def test_quickstart_passes_a_failure_on_and_sums_nothing_up(tree):
     assert run(tree, "quickstart.sh", EXIT_LAUNCH="1").returncode == 1
     assert take_log(tree)[-1][0] == "launch"

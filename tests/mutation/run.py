@@ -156,13 +156,15 @@ def preload() -> None:
 
 
 def draw(count: int, seed: int, chosen: list[str]) -> list[Trial]:
-    """About `count` mutants, as many of each file as its share of all places, 4 at least."""
+    """About `count` mutants, as many of each file as its share of all places; of each 4 at least
+    where `count` is enough for it, else 1."""
     sources = {path: (ROOT / "megapipe" / path).read_bytes() for path in chosen}
     places = {path: mutants_of(source) for path, source in sources.items()}
     total = sum(map(len, places.values()))
+    least = max(1, min(4, count // len(places)))
     trials = []
     for path, mutants in places.items():
-        wanted = min(len(mutants), max(4, round(count * len(mutants) / total)))
+        wanted = min(len(mutants), max(least, round(count * len(mutants) / total)))
         drawn = random.Random(f"{seed} {path}").sample(mutants, wanted)
         trials += [Trial(path, mutant, SUITES[path], sources[path]) for mutant in drawn]
     random.Random(seed).shuffle(trials)

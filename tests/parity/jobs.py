@@ -92,7 +92,9 @@ class Outcome:
 
     @property
     def errors(self) -> list[str]:
-        return [line for line in self.text.splitlines() if line.startswith("megapipe: error:")]
+        """Lines on how it ended."""
+        begins = ("megapipe: error:", "megapipe: stopped by")
+        return [line for line in self.text.splitlines() if line.startswith(begins)]
 
     def assert_one_line(self, code: int, *needles: str) -> None:
         """One error line with these words, this exit code of every process, no traceback."""

@@ -44,7 +44,7 @@ class Ended:
         """It has said one line, with these words, and nothing else."""
         assert self.code == code, (self.code, self.err)
         assert self.err.count("\n") == 1, self.err
-        assert self.err.startswith("megapipe: error: "), self.err
+        assert self.err.startswith(("megapipe: error: ", "megapipe: stopped by ")), self.err
         for needle in needles:
             assert needle in self.err, self.err
 

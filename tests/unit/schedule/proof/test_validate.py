@@ -39,6 +39,10 @@ BOTH = mirrored(loop(2))
     [
         (of("0F0/1F0 1B0"), r"rank 0: 0B0 \(or an I and a W\) is missing from its list of 1 op"),
         (of("0F0 0I0"), r"rank 0: 0W0 is missing from its list of 2"),
+        (  # what rank 0 still holds at its end is not counted on rank 1
+            of("0F0 0F1 0B0/1F0 1B0 1F1 1B1", 2, held_limit=(2, 1)),
+            r"rank 0: 0B1 \(or an I and a W\) is missing from its list of 3",
+        ),
         (of("0F0 0B0", 2), r"rank 0: 0F1 is missing from its list of 2"),
         (of("0F0 0F0 0B0"), r"rank 0, op 1 \(0F0\): duplicate of op 0"),
         (of("0F0 0I0 0W0 0W0"), r"rank 0, op 3 \(0W0\): duplicate of op 2"),
