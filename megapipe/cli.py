@@ -1,4 +1,4 @@
-"""The command line of training: ``train.py [CONFIG] [section.key=value ...] [OPTION]``.
+"""The command line of training: ``megapipe train [CONFIG] [section.key=value ...] [OPTION]``.
 
 Values come from the configuration file, then from the command line, where a later one wins; the
 rest are defaults. Nothing here imports torch, so that a mistake is reported at once.
@@ -7,6 +7,8 @@ rest are defaults. Nothing here imports torch, so that a mistake is reported at 
 import contextlib
 import json
 import math
+import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,11 +41,11 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import documentation
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
 from megapipe.urls import is_remote
-from megapipe.words import without_secrets
+from megapipe.words import columns, folded, without_secrets
 
-USAGE = (
-    "train.py [CONFIG] [section.key=value ...] [--dry-run [--imbalance X] | --time-slices] "
-    "[--traceback] [--help [SECTION]]"
+ARGUMENTS = (
+    "[CONFIG] [section.key=value ...] [--dry-run [--imbalance X] | --time-slices] [--traceback] "
+    "[--help [SECTION | KEY | WORD | all]]"
 )
 OPTIONS = ("--dry-run", "--time-slices", TRACEBACK)
 """Those without a value; ``--help`` may have one."""
@@ -105,7 +107,7 @@ def parse(argv: Sequence[str]) -> Command:
             bare = argument.lstrip("-")
             hint = f"; write {_clipped(bare)}" if bare.partition("=")[0] in KEYS else ""
             raise ConfigError(
-                f"command line: unknown option {_clipped(argument)}{hint}; usage: {USAGE}"
+                f"command line: unknown option {_clipped(argument)}{hint}; usage: {_usage()}"
             )
         if equals and "/" not in key:
             overrides += _override(key, text)
@@ -232,44 +234,76 @@ def dump(config: Config) -> str:
 
 
 def help_text(topic: str = "") -> str:
-    """Keys with their types, defaults and meanings: one, those of a section, or all with the exit
-    codes."""
+    """Explain keys with their types, defaults and meanings.
+
+    `topic` is a key, a section, "all", or a word: then the keys that end with it, or have it in
+    their names. By default the options, the sections with a line each, and the exit codes. Raises
+    ConfigError where no key has the word.
+    """
+    if topic == "all":
+        parts = ("\n".join(_section_lines(name)) for name in SECTIONS)
+        return "\n\n".join(parts) + "\n"
     if topic in KEYS:
         return "\n".join(_key_lines(topic)) + "\n"
     if topic in SECTIONS:
         return "\n".join(_section_lines(topic)) + "\n"
-    lines = [*_wrapped(f"usage: {USAGE}", ""), ""]
+    return _overview() if not topic else _about(topic)
+
+
+def _overview() -> str:
+    lines = [*_wrapped(f"usage: {_usage()}", ""), ""]
     lines += _wrapped(
         "CONFIG is a file in YAML, or the name of one that comes with megapipe: "
         f"{', '.join(presets.names())}. Values come from the file, then from the command line; the "
         "rest are defaults. They are YAML: numbers, true, false, null, text, [lists].",
         "",
     )
-    lines += _wrapped(f"--help SECTION shows one of {', '.join(SECTIONS)}.", "")
     lines += _wrapped(
         "--dry-run shows the plan of a run and starts none; with --imbalance X its memory is that "
         "of a rank whose experts get X times the mean rows of a rank, in each layer.",
         "",
     )
     lines += _wrapped("--traceback shows where in the code an error arose.", "")
-    for name in SECTIONS:
-        lines += ["", *_section_lines(name)]
+    lines += ["", *_wrapped("sections, whose keys --help SECTION explains, or --help all:", "")]
+    width = max(map(len, SECTIONS))
+    for name, section in SECTIONS.items():
+        sentence = re.split(r"(?<=[.:])\s", " ".join((section.__doc__ or "").split()))[0]
+        lines += _wrapped(sentence.rstrip(".:"), f"  {name:{width}}  ", " " * (width + 4))
     lines += ["", "exit codes:", "    0  done", "    1  a bug: an unexpected exception"]
     for error in _error_kinds():
         meaning = (error.__doc__ or "").strip().rstrip(".")
-        lines.append(f"  {error.exit_code:>3}  {meaning}")
-    lines.append("  130  interrupted from the keyboard with nothing to save, or a second time")
+        lines += _wrapped(meaning, f"  {error.exit_code:>3}  ", " " * 7)
+    lines += _wrapped(
+        "interrupted from the keyboard with nothing to save, or a second time", "  130  ", " " * 7
+    )
     return "\n".join(lines) + "\n"
 
 
+def _about(word: str) -> str:
+    """The keys that end with a word, or else those that have it in their names."""
+    last = [key for key in KEYS if key.rpartition(".")[2] == word]
+    if last:
+        return "\n\n".join("\n".join(_key_lines(key)) for key in last) + "\n"
+    inside = [key for key in KEYS if word in key]
+    if not inside:
+        near = get_close_matches(word, SECTIONS, n=1) if "." not in word else []
+        hint = f"did you mean {near[0]}?" if near else unknown(word).partition("; ")[2]
+        raise ConfigError(f"command line: --help {_clipped(word)}: no such section or key; {hint}")
+    return "\n".join(f"{key} = {_default(KEYS[key])}" for key in inside) + "\n"
+
+
+def _usage() -> str:
+    """How the program was called, and what it takes."""
+    called = sys.argv[0]
+    name = called if called.startswith("megapipe ") else Path(called).name
+    return f"{name if name.endswith(('train', 'train.py')) else 'megapipe train'} {ARGUMENTS}"
+
+
 def _topic(after: Sequence[str]) -> str:
-    """The section or key that the arguments after --help begin with, if any."""
+    """What the arguments after --help ask for, if anything."""
     if not after or after[0].startswith("-") or "=" in after[0] or after[0].endswith(".yaml"):
         return ""
-    if after[0] not in KEYS and after[0] not in SECTIONS:
-        near = get_close_matches(after[0], SECTIONS, n=1) if "." not in after[0] else []
-        hint = f"did you mean {near[0]}?" if near else unknown(after[0]).partition("; ")[2]
-        raise ConfigError(f"command line: --help {_clipped(after[0])}: no such section; {hint}")
+    help_text(after[0])
     return after[0]
 
 
@@ -305,7 +339,7 @@ def _default(info: FieldInfo) -> str:
 def show(text: str) -> None:
     """Print what was asked for, as far as somebody reads it."""
     with contextlib.suppress(BrokenPipeError):
-        print(text, end="")
+        print(folded(text), end="")
 
 
 def _override(key: str, text: str) -> list[_Given]:
@@ -445,5 +479,14 @@ def _line(text: str) -> str:
     return text if text.isprintable() else json.dumps(text)
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, 96, initial_indent=indent, subsequent_indent=indent)
+def _wrapped(text: str, indent: str, further: str | None = None) -> list[str]:
+    """Lines of at most 96 columns, or as many as the terminal has; `further` begins those after the
+    first, by default as `indent` does."""
+    below = indent if further is None else further
+    return textwrap.wrap(
+        text,
+        min(96, columns()),
+        initial_indent=indent,
+        subsequent_indent=below,
+        break_on_hyphens=False,
+    )

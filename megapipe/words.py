@@ -1,8 +1,12 @@
 """Numbers in sentences, errors in a line, and what is left out of them."""
 
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 
+_LABEL = re.compile(r"\s*\S+(?: \S+)?\s{2,}(?=\S)")
 _USER_IN_URL = re.compile(r"(:/{1,2})[^/@\s]+@")
 """With one slash where a URL was taken for a path."""
 _END = r"\S*?(?=[\"')\]}>,:;.]*(?:\s|$))"
@@ -38,17 +42,57 @@ def plural(noun: str, number: int) -> str:
     return f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
 
 
+ANY_WIDTH = 10_000
+"""Columns of what is no terminal."""
+
+
+def columns() -> int:
+    """Columns of the terminal that stdout is."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else ANY_WIDTH
+
+
+def folded(text: str) -> str:
+    """The text, with lines that are wider than the terminal going on below; where a line begins
+    with a word and a gap, as in `model    4 layers`, they go on behind the gap."""
+    width, lines = columns(), []
+    for line in text.split("\n"):
+        label = _LABEL.match(line)
+        indent = len(label[0]) if label else len(line) - len(line.lstrip()) + 2
+        lines += (
+            textwrap.wrap(
+                line,
+                max(width, indent + 20),
+                subsequent_indent=" " * indent,
+                drop_whitespace=True,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            if len(line) > width
+            else [line]
+        )
+    return "\n".join(lines)
+
+
 def table(rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Cells in columns, the first so many of them aligned to the left and the others to the
-    right."""
+    """Cells in columns, the first so many of them aligned to the left and the others to the right.
+
+    Where the terminal has no room for all, the last ones are left out, and a line names them.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
+    shown = len(widths)
+    while shown > 1 and sum(widths[:shown]) + 2 * (shown - 1) > columns():
+        shown -= 1
+    lines = [
         "  ".join(
             cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for index, (cell, width) in enumerate(zip(row[:shown], widths, strict=False))
         ).rstrip()
         for row in rows
-    )
+    ]
+    if shown < len(widths):
+        left_out = ", ".join(filter(None, rows[0][shown:]))
+        lines.append(f"no room for: {left_out} (a wider terminal or a pipe shows them)")
+    return "\n".join(lines)
 
 
 def choices(name: str, size: int, near: int) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def test_help_wins(argv: list[str], topic: str) -> None:
         ("data.source=\ud800", "is not allowed"),
         # arguments
         ("--model.layers=3", "unknown option --model.layers=3; write model.layers=3"),
-        ("--foo", "unknown option --foo; usage: train.py"),
+        ("--foo", "unknown option --foo; usage: megapipe train ["),
         ("--a\nb", "unknown option"),
         ("parallel.tp", "parallel.tp has no value; write parallel.tp=VALUE"),
     ],
@@ -215,7 +216,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_has_every_key() -> None:
-    text = cli.help_text()
+    text = cli.help_text("all")
     for key in KEYS:
         section, _, name = key.rpartition(".")
         _, begun, after = text.partition(f"  {key} = ")
@@ -227,7 +228,7 @@ def test_help_has_every_key() -> None:
 
 
 def test_help_on_a_section_or_a_key_is_that_part_of_the_whole() -> None:
-    whole = cli.help_text()
+    whole = cli.help_text("all")
     parts = [cli.help_text(name) for name in SECTIONS]
     assert "\n".join(parts) in whole
     for name, part in zip(SECTIONS, parts, strict=True):
@@ -236,19 +237,56 @@ def test_help_on_a_section_or_a_key_is_that_part_of_the_whole() -> None:
         assert all(cli.help_text(key) in part for key in keys)
 
 
+@pytest.mark.parametrize("columns", [60, 80, 300])
+def test_help_is_an_overview_that_fits_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = cli.help_text().splitlines()
+    assert max(map(len, lines)) <= min(columns, 96)
+    assert len(lines) < 100, "and not as long as all keys"
+    for name in SECTIONS:
+        (line,) = (each for each in lines if each.startswith(f"  {name} "))
+        assert line[15:].strip(), "it says what the section is about"
+
+
+def test_help_finds_keys_by_a_word() -> None:
+    assert cli.help_text("lr") == cli.help_text("optimizer.lr")
+    assert cli.help_text("every").count(" = ") == sum(key.endswith(".every") for key in KEYS) > 1
+    named = [line.split(" = ")[0] for line in cli.help_text("warmup").splitlines()]
+    assert named == [key for key in KEYS if "warmup" in key]
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        ("/a/train.py", "train.py"),
+        ("megapipe train", "megapipe train"),
+        ("/usr/bin/pytest", "megapipe train"),
+    ],
+)
+def test_usage_says_how_the_command_was_called(
+    called: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [called])
+    assert f"usage: {name} [CONFIG]" in message("--bad")
+    assert cli.help_text().startswith(f"usage: {name} [CONFIG]")
+
+
 def test_no_key_is_explained_by_a_regular_expression() -> None:
     assert not [key for key, info in KEYS.items() if re.search(r"[\^$\\{}]", expected(info))]
 
 
 def test_help_on_nothing_there_is_says_what_there_is() -> None:
-    assert "no such section; did you mean optimizer?" in message("--help", "optimiser")
+    assert "no such section or key; did you mean optimizer?" in message("--help", "optimiser")
     assert "did you mean optimizer.lr?" in message("-h", "optimizer.lrr")
     assert "the sections are run, model," in message("--help", "nonsense")
 
 
 def test_help_has_every_exit_code() -> None:
     text = cli.help_text().partition("exit codes:")[2]
-    codes = [int(line.split()[0]) for line in text.strip().splitlines()]
+    codes = [int(found) for found in re.findall(r"^ {2,4}(\d+)  ", text, re.MULTILINE)]
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     assert codes == sorted({0, 130} | {kind.exit_code for kind in kinds})  # type: ignore[attr-defined]
 
