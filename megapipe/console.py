@@ -33,6 +33,7 @@ COMMANDS = {
     "summary": ("megapipe.observe.summary", "how a finished run went"),
     "doctor": ("megapipe.launch.doctor", "what this machine gives a run"),
     "launch": ("megapipe.launch.launcher", "start the processes of a job on this node"),
+    "completion": ("megapipe.completion", "commands and keys for a shell's Tab: bash or zsh"),
 }
 """The module of each command, whose main(argv) returns the exit code, and what it is for."""
 

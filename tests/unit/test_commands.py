@@ -25,7 +25,7 @@ def test_the_entry_point_is_there() -> None:
 def test_commands_are_those_of_the_scripts() -> None:
     scripts = [ROOT / "train.py", *(ROOT / "scripts").glob("*.py")]
     names = {path.stem.replace("_", "-"): path.read_text() for path in scripts}
-    assert names.keys() == console.COMMANDS.keys() - {"launch", "summary"}
+    assert names.keys() == console.COMMANDS.keys() - {"launch", "summary", "completion"}
     for name, text in names.items():
         assert f"from {console.COMMANDS[name][0]} import main\n" in text
 
