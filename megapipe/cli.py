@@ -49,6 +49,8 @@ ARGUMENTS = (
 )
 OPTIONS = ("--dry-run", "--time-slices", TRACEBACK)
 """Those without a value; ``--help`` may have one."""
+UNSET = "unset"
+"""Stands for no value, also where a configuration file has one."""
 IMBALANCE = "--imbalance"
 """Has a value."""
 
@@ -98,7 +100,7 @@ def parse(argv: Sequence[str]) -> Command:
         raise ConfigError(f"command line: {IMBALANCE} is for a plan: expected --dry-run too")
     path: str | None = None
     given: list[_Given] = []
-    overrides: list[_Given] = []
+    assignments: list[tuple[str, str]] = []
     for argument in argv:
         key, equals, text = argument.partition("=")
         if argument in OPTIONS:
@@ -110,7 +112,7 @@ def parse(argv: Sequence[str]) -> Command:
                 f"command line: unknown option {_clipped(argument)}{hint}; usage: {_usage()}"
             )
         if equals and "/" not in key:
-            overrides += _override(key, text)
+            assignments.append((key, text))
         elif argument in KEYS:
             raise ConfigError(f"command line: {argument} has no value; write {argument}=VALUE")
         elif path is not None:
@@ -122,10 +124,16 @@ def parse(argv: Sequence[str]) -> Command:
             path = argument
     if path is not None:
         given = _read(presets.find(path))
+    for key, text in assignments:
+        if text == UNSET:
+            _check_unset(key)
+            given = [each for each in given if not f"{each.key}.".startswith(f"{key}.")]
+        else:
+            given += _override(key, text)
     where = " and ".join(
-        filter(None, (path and _line(path), "command line" if overrides else None))
+        filter(None, (path and _line(path), "command line" if assignments else None))
     )
-    config, where = _config([*given, *overrides]), where or "defaults"
+    config, where = _config(given), where or "defaults"
     refuse_code(config, where)
     return Command(
         config=config,
@@ -135,6 +143,12 @@ def parse(argv: Sequence[str]) -> Command:
         traceback=TRACEBACK in argv,
         where=where,
     )
+
+
+def _check_unset(key: str) -> None:
+    """Raise :class:`ConfigError` where there is no such key and no such section."""
+    if field_of(key) is None and key not in SECTIONS and key not in MAPPINGS:
+        raise ConfigError(f"command line: {_clipped(key)}={UNSET}: {unknown(key)}")
 
 
 def _imbalance(argv: Sequence[str]) -> tuple[Fraction | None, list[str]]:
@@ -255,7 +269,8 @@ def _overview() -> str:
     lines += _wrapped(
         "CONFIG is a file in YAML, or the name of one that comes with megapipe: "
         f"{', '.join(presets.names())}. Values come from the file, then from the command line; the "
-        "rest are defaults. They are YAML: numbers, true, false, null, text, [lists].",
+        "rest are defaults. They are YAML: numbers, true, false, null, text, [lists]. "
+        "section.key=unset (or section=unset) takes away what the file says.",
         "",
     )
     lines += _wrapped(
@@ -370,6 +385,8 @@ def _read(path: Path) -> list[_Given]:
     except YamlError as error:
         place = f"{name}:{error.line}" if error.line else name
         raise ConfigError(f"{place}: {error}") from None
+    if all(entry.key in SECTIONS and entry.value is None for entry in entries):
+        raise ConfigError(f"{name}: no key is in it: expected sections with keys, such as 'model:'")
     return [_Given(entry.key, entry.value, f"{name}:{entry.line}") for entry in entries]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TextIO
 
 from megapipe.errors import ConfigError, MegapipeError, Preempted
-from megapipe.words import without_secrets
+from megapipe.words import is_terminal, without_secrets
 
 TRACEBACK = "--traceback"
 """The option by which an error is shown with where it arose."""
@@ -118,10 +118,10 @@ def take_any_character() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def fresh_line(stream: TextIO) -> str:
+def fresh_line(stream: TextIO | None) -> str:
     """What begins a line anew on a terminal, where a bar with the progress may stand; else
     nothing."""
-    erases = os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and stream.isatty()
+    erases = os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and is_terminal(stream)
     return "\r\x1b[2K" if erases else ""
 
 

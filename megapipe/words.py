@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 _LABEL = re.compile(r"\s*\S+(?: \S+)?\s{2,}(?=\S)")
 _USER_IN_URL = re.compile(r"(:/{1,2})[^/@\s]+@")
@@ -46,9 +47,14 @@ ANY_WIDTH = 10_000
 """Columns of what is no terminal."""
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream, which may have been closed, is a terminal."""
+    return stream is not None and stream.isatty()
+
+
 def columns() -> int:
     """Columns of the terminal that stdout is."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else ANY_WIDTH
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else ANY_WIDTH
 
 
 def folded(text: str) -> str:

@@ -42,7 +42,7 @@ from megapipe.launch.open_files import allow_connections
 from megapipe.launch.ranks import Ends
 from megapipe.launch.signals import AGAIN_S, NOTICES, STOP_SIGNALS, Listener
 from megapipe.launch.supervisor import Supervisor, line
-from megapipe.words import counted
+from megapipe.words import counted, is_terminal
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -84,7 +84,7 @@ def launch(
     :class:`LaunchError` if the nodes do not meet, :class:`TooManyRestarts`. To be called in the
     main thread.
     """
-    if sys.stderr.isatty():  # somebody waits for a first line
+    if is_terminal(sys.stderr):  # somebody waits for a first line
         what = "a process for each GPU" if nproc is None else counted(nproc, "process")
         print(f"megapipe: starting {what}", file=sys.stderr, flush=True)
     supervisor = Supervisor(restarts, elastic=nodes.elastic)

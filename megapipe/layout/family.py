@@ -41,13 +41,20 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
             f"model.moe is for the built-in model, not for model.source={model.source}: expected "
             "it left out"
         )
-    for key, field in type(model).model_fields.items():
-        given = getattr(model, key)
-        if key not in OWN_KEYS and given != field.get_default(call_default_factory=True):
-            raise ConfigError(
-                f"model.{key}={given} is for the built-in model, not for model.source="
-                f"{model.source}: expected it left out (or model.options.{key}, if it takes that)"
-            )
+    others = [
+        key
+        for key, field in type(model).model_fields.items()
+        if key not in OWN_KEYS
+        and getattr(model, key) != field.get_default(call_default_factory=True)
+    ]
+    if others:
+        given = ", ".join(f"model.{k}={strict_yaml.text_of(getattr(model, k))}" for k in others)
+        it, away = ("it", f"model.{others[0]}") if len(others) == 1 else ("them", "model")
+        raise ConfigError(
+            f"{given} {'is' if it == 'it' else 'are'} for the built-in model, not for model.source="
+            f"{model.source}: expected {it} left out, where a file has {it} by {away}=unset before "
+            f"model.source (or model.options.{others[0]}, if it takes that)"
+        )
     return model.model_copy(update={"vocab_size": model.vocab_size or tokenizer_size})
 
 

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from megapipe import cli, errors
 from megapipe.config import Config
+from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 from megapipe.keys import KEYS, SECTIONS, expected
+from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import documentation
 
 
@@ -203,6 +205,28 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert message(path + "/x").startswith(path)
     os.mkfifo(tmp_path / "pipe")
     assert "is not a file" in message(str(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "model:\n", "---\n"])
+def test_a_file_without_a_key_is_refused(text: str, tmp_path: Path) -> None:
+    """A redirect that failed leaves one behind."""
+    path = write(tmp_path, text)
+    assert message(path) == (
+        f"{path}: no key is in it: expected sections with keys, such as 'model:'"
+    )
+
+
+def test_what_a_file_says_can_be_taken_away(tmp_path: Path) -> None:
+    path = write(tmp_path, "model:\n  norm: rmsnorm\n  layers: 7\ndata:\n  source: x\n")
+    taken = cli.parse([path, "model.norm=unset"]).config
+    assert (taken.model.norm, taken.model.layers) == ("layernorm", 7)
+    taken = cli.parse(["model=unset", "data=unset", path, "model.heads=2"]).config
+    assert taken.model == ModelConfig(heads=2)
+    assert taken.data == DataConfig()
+    given = ["model.norm=rmsnorm", "model.norm=unset", "model.layers=3"]
+    assert cli.parse(given).config.model == ModelConfig(layers=3), "in the order of the arguments"
+    assert cli.parse(['run.name="unset"']).config.run.name == "unset", "quoted it is a word"
+    assert "model.nrom=unset: unknown key; did you mean model.norm?" in message("model.nrom=unset")
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

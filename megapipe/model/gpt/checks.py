@@ -4,6 +4,7 @@ from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe_checks import check_experts
 from megapipe.model.interface import Conditions
+from megapipe.strict_yaml import text_of
 from megapipe.words import choices
 
 
@@ -54,7 +55,7 @@ def _check_idle(model: ModelConfig) -> None:
         (("norm_offset",), model.norm == "rmsnorm", "model.norm=rmsnorm"),
         (("full_attention_every", "rotary_local_base"), model.window is not None, "model.window"),
         (
-            ("rotary_share", "rotary_scaling", "rotary_local_base"),
+            ("rotary_base", "rotary_share", "rotary_scaling", "rotary_local_base"),
             is_rotary,
             "model.positions=rotary",
         ),
@@ -66,14 +67,15 @@ def _check_idle(model: ModelConfig) -> None:
         ),
         (("rotary_attention_factor",), scaling == "yarn", "model.rotary_scaling=yarn"),
     ):
-        for key in keys:
-            value, default = getattr(model, key), ModelConfig.model_fields[key].default
-            if value != default and not holds:
-                usual = "null" if default is None else str(default).lower()
-                raise ConfigError(
-                    f"model.{key}={str(value).lower()} has no effect without {needed}: expected "
-                    f"{usual}, or that"
-                )
+        default = {key: ModelConfig.model_fields[key].default for key in keys}
+        idle = [key for key in keys if not holds and getattr(model, key) != default[key]]
+        if idle:
+            given = ", ".join(f"model.{key}={text_of(getattr(model, key))}" for key in idle)
+            usual = " and ".join(text_of(default[key]) for key in idle)
+            raise ConfigError(
+                f"{given} {'has' if len(idle) == 1 else 'have'} no effect without {needed}: "
+                f"expected {usual}, or that"
+            )
 
 
 def _check_rotary(model: ModelConfig) -> None:

@@ -82,6 +82,15 @@ def configure(*overrides: str) -> Config:
             "model.rotary_turns_low=4 is not below model.rotary_turns_high=4",
         ),
         (
+            ["model.rotary_base=500"],
+            "model.rotary_base=500.0 has no effect without model.positions=rotary: expected "
+            "10000.0, or that",
+        ),
+        (
+            ["model.rotary_base=500", "model.rotary_share=0.5"],
+            "model.rotary_base=500.0, model.rotary_share=0.5 have no effect without model.pos",
+        ),
+        (
             ["model.rotary_share=0.5"],
             "model.rotary_share=0.5 has no effect without model.positions=rotary: expected 1.0, or",
         ),
