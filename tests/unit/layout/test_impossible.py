@@ -83,8 +83,7 @@ def configure(*overrides: str) -> Config:
         ),
         (
             ["model.rotary_base=500"],
-            "model.rotary_base=500.0 has no effect without model.positions=rotary: expected "
-            "10000.0, or that",
+            "model.rotary_base=500.0 has no effect without model.positions=rotary: expected 10000",
         ),
         (
             ["model.rotary_base=500", "model.rotary_share=0.5"],
