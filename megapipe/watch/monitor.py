@@ -238,10 +238,13 @@ class Monitor:
 
 
 def main() -> None:
-    """Run a monitor by the settings that come as JSON."""
+    """Run a monitor by the settings that come as JSON; none come from a rank that ends first."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    settings = Settings(**json.load(sys.stdin))
+    text = sys.stdin.read()
+    if not text:
+        return
+    settings = Settings(**json.loads(text))
     try:
         Monitor(settings).run()
     finally:

@@ -237,7 +237,7 @@ def test_weights_of_another_run(tmp_path: Path) -> None:
         tmp_path,
         Play("old", old),
         Play("named", {**named, "train.stop_after": "1"}),
-        Play("latest", {**latest, "parallel.tp": "2", "parallel.dp": "1"}),
+        Play("newest", {**latest, "parallel.tp": "2", "parallel.dp": "1"}),
         Play("again", {"checkpoint.load": "latest", "run.seed": "99"}),
         Play("refused", {**wrong}),
         Play("deeper", {**named, "model.layers": "5", "model.norm": "rmsnorm"}),

@@ -177,3 +177,15 @@ def test_a_monitor_without_ranks_ends_with_who_has_started_it(tmp_path: Path) ->
     while (tmp_path / "watch").exists():
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_rank_that_ends_before_it_has_told_the_settings_leaves_no_trace() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megapipe.watch"],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
