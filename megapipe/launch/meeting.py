@@ -91,8 +91,8 @@ class Meeting(RendezvousHandler):
 
     @property
     def where(self) -> str:
-        """The endpoints, as they are given."""
-        return ",".join(map(str, self._endpoints))
+        """The endpoints, as they are given, or this host where there is one node."""
+        return ",".join(map(str, self._endpoints)) or "localhost, its own loopback address"
 
     def get_backend(self) -> str:
         return "megapipe"
@@ -167,13 +167,34 @@ class Meeting(RendezvousHandler):
 
     def _enter(self) -> Store:
         """A connection to the store of the meeting, which this node may open."""
-        began = time.monotonic()
+        began, told = time.monotonic(), False
         while (waited := time.monotonic() - began) < self._reach_s:
             store = self._joined() or self._opened(waited)
             if store is not None:
                 return PrefixStore(f"megapipe/{self._job}", store)
+            if not told and (unknown := self._unknown()):
+                told = True
+                heartbeat.say(
+                    f"this host knows no {' and no '.join(unknown)} (--rdzv-endpoint); looking for "
+                    f"{self._reach_s:g} s, as names may come late"
+                )
             time.sleep(LOOK_S)
-        raise RendezvousConnectionError(f"nobody answers there for {self._reach_s:g} s")
+        unknown = self._unknown()
+        raise RendezvousConnectionError(
+            f"this host knows no {' and no '.join(unknown)}"
+            if unknown
+            else f"nobody answers there for {self._reach_s:g} s"
+        )
+
+    def _unknown(self) -> list[str]:
+        """Names of hosts, among the endpoints, that have no address."""
+        found = []
+        for host in dict.fromkeys(endpoint.host for endpoint in self._endpoints):
+            try:
+                socket.getaddrinfo(host, None)
+            except socket.gaierror:
+                found.append(host)
+        return found
 
     def _joined(self) -> Store | None:
         """The store of a meeting that there is at one of the endpoints."""

@@ -14,7 +14,7 @@ from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.layout.checks import passed, shortened
 from megapipe.plan.report import changed_by_experts, met_by_a_token
 from megapipe.train.callbacks.callback import Run
-from megapipe.train.changes import Changes
+from megapipe.train.changes import Change, Changes
 from megapipe.train.source import Source
 from megapipe.words import counted
 
@@ -33,6 +33,7 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
         yield f"resumed from {where}{source.checkpoint.path} at {at}"
         for change in changes.told:
             yield f"changed since: {change}"
+            yield from _of_decay(run, change)
         yield from passed(run.config.log, run.first_step)
         yield from _of_checkpoint(run, source.checkpoint, is_own=source.is_own)
         streaming = run.train_step.streaming
@@ -48,6 +49,19 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
         for change in changes.told:
             yield f"changed since: {change}"
         yield from _of_others(run, source.weights.path)
+
+
+def _of_decay(run: Run, change: Change) -> Iterator[str]:
+    """A line where more steps take back a decay that had begun, which holds the peak before it."""
+    config = run.config.optimizer
+    if change.key != "train.steps" or config.schedule != "wsd":
+        return
+    begins = change.stored - config.least_decay(change.stored)
+    if begins < run.first_step <= change.now - config.least_decay(change.now):
+        yield (
+            f"optimizer.schedule=wsd: the decay had begun at step {begins}; with train.steps="
+            f"{change.now} the learning rate goes back to its peak, {config.lr:g}"
+        )
 
 
 def _of_checkpoint(run: Run, checkpoint: Checkpoint, *, is_own: bool) -> Iterator[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import (
@@ -181,6 +182,31 @@ def test_nobody_is_there() -> None:
     nowhere = node([Endpoint("192.0.2.1", 29400)], Nodes(2, 2), reach_s=0.5)
     with pytest.raises(RendezvousConnectionError, match=r"nobody answers there for 0\.5 s"):
         nowhere.next_rendezvous()
+
+
+def test_a_name_that_nobody_knows_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And looked for, as a cluster may give it to a node that starts late."""
+    known = socket.getaddrinfo
+
+    def ask(host: str, *given: Any, **more: Any) -> Any:
+        if host == "nowhere.invalid":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known(host, *given, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    nowhere = node([Endpoint("nowhere.invalid", 29400)], Nodes(2, 2), reach_s=0.5)
+    with pytest.raises(RendezvousConnectionError, match=r"this host knows no nowhere.invalid$"):
+        nowhere.next_rendezvous()
+    assert capsys.readouterr().err == (
+        "megapipe: this host knows no nowhere.invalid (--rdzv-endpoint); looking for 0.5 s, as "
+        "names may come late\n"
+    )
+
+
+def test_one_node_meets_at_its_own_address() -> None:
+    assert node([], Nodes(1, 1)).where.startswith("localhost")
 
 
 def test_too_few_come(endpoint: list[Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ import torch
 
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
+from megapipe.optim.lr import learning_rate
 from megapipe.plan.report import report
-from megapipe.train.changes import Changes
-from megapipe.train.opening import banner, opening
+from megapipe.train.changes import Change, Changes
+from megapipe.train.opening import _of_decay, banner, opening
 from megapipe.train.source import Source
 from megapipe.words import counted, either, plural
 
@@ -145,3 +146,32 @@ def test_numbers_in_sentences(number: int, noun: str, text: str) -> None:
 
 def test_alternatives() -> None:
     assert [either(values) for values in ([1], [1, 2], [1, 2, 4])] == ["1", "1 or 2", "1, 2 or 4"]
+
+
+@pytest.mark.parametrize(
+    ("first_step", "before", "now", "tells"),
+    [
+        (95, 100, 200, True),
+        (100, 100, 200, True),
+        (90, 100, 200, False),  # the decay has not begun
+        (95, 100, 101, False),  # and goes on
+    ],
+)
+def test_more_steps_after_the_decay_of_wsd_take_it_back(
+    first_step: int, before: int, now: int, tells: bool
+) -> None:
+    keys = ["optimizer.lr=0.01", "optimizer.warmup_steps=0", f"train.steps={now}"]
+    run = begun("optimizer.schedule=wsd", *keys)
+    run.first_step = first_step
+    told = (
+        "optimizer.schedule=wsd: the decay had begun at step 90; with train.steps=200 the learning "
+        "rate goes back to its peak, 0.01"
+    )
+    lines = list(_of_decay(run, Change("train.steps", before, now)))
+    assert lines == ([told] if tells else [])
+    if tells:
+        assert learning_rate(run.config.optimizer, first_step - 1, before) < 0.01
+        assert learning_rate(run.config.optimizer, first_step, now) == 0.01
+    run = begun(*keys)
+    run.first_step = first_step
+    assert list(_of_decay(run, Change("train.steps", before, now))) == []
