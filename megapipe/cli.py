@@ -26,6 +26,7 @@ from megapipe import presets, strict_yaml
 from megapipe.command_line import TRACEBACK
 from megapipe.config import Config
 from megapipe.errors import ConfigError, MegapipeError
+from megapipe.foreign import trainer_of, trainer_of_flag
 from megapipe.keys import (
     KEYS,
     MAPPINGS,
@@ -108,6 +109,8 @@ def parse(argv: Sequence[str]) -> Command:
         if argument.startswith("-"):
             bare = argument.lstrip("-")
             hint = f"; write {_clipped(bare)}" if bare.partition("=")[0] in KEYS else ""
+            if (other := trainer_of_flag(bare.partition("=")[0])) is not None:
+                hint = f", a flag of {other.name}: {other.page} maps them"
             raise ConfigError(
                 f"command line: unknown option {_clipped(argument)}{hint}; usage: {_usage()}"
             )
@@ -378,7 +381,13 @@ def _read(path: Path) -> list[_Given]:
     if len(raw) > MOST_BYTES:
         raise ConfigError(f"{name}: larger than {MOST_BYTES} bytes, which no configuration is")
     try:
-        entries = strict_yaml.parse_mapping(raw.decode("utf-8-sig"))
+        text = raw.decode("utf-8-sig")
+        if (other := trainer_of(text)) is not None:
+            raise ConfigError(
+                f"{name}: a configuration of {other.name}, whose keys are others: {other.page} "
+                "maps them"
+            )
+        entries = strict_yaml.parse_mapping(text)
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{name}:{line}: not UTF-8 text") from None

@@ -11,7 +11,7 @@ from tests.parity.jobs import ROOT
 DOCS = ROOT / "docs"
 PAGES = {
     name: (DOCS / name).read_text(encoding="utf-8")
-    for name in ("CONTRIBUTING.md", "from_megatron.md", "from_deepspeed.md")
+    for name in ("CONTRIBUTING.md", "from_megatron.md", "from_deepspeed.md", "from_others.md")
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDERS = ("benchmarks", "configs", "docs", "megapipe", "scripts", "tests", ".ci")
