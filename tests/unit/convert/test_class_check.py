@@ -25,28 +25,13 @@ from megapipe.model.interface import Conditions
 from tests.parity.converted import write_checkpoint
 from tests.parity.pairs import Choice, Pairs
 from tests.parity.reference import init_random
-from tests.unit.model.transformers_models import model_of
+from tests.unit.model.transformers_models import FAMILIES, model_of
 
-_YARN = {
-    "rotary_scaling": "yarn",
-    "rotary_factor": 4.0,
-    "rotary_original_positions": 6,
-    "rotary_turns_low": 0.1,
-    "rotary_turns_high": 0.7,
-}
 ROPE_SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "another base": {"rotary_base": 300.0},
-    "linear": {"rotary_scaling": "linear", "rotary_factor": 3.0},
-    "llama3": {
-        "rotary_scaling": "llama3",
-        "rotary_factor": 8.0,
-        "rotary_original_positions": 12,
-        "rotary_turns_low": 0.05,
-        "rotary_turns_high": 1.5,
-    },
-    "yarn": _YARN,
-    "yarn, with a factor": {**_YARN, "rotary_attention_factor": 1.3},
+    **{of: FAMILIES[of][1] for of in ("llama_linear", "llama3.1", "llama_yarn")},
+    "llama_yarn_factor": FAMILIES["llama_yarn_factor"][1],
 }
 NO_ROPE = {name: ModelConfig.model_fields[name].get_default() for name in ROPE.fields}
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -259,7 +244,7 @@ def test_a_key_of_the_class_that_the_table_does_not_know_is_named(table: dict[st
 
 def test_a_class_that_fails_is_told_with_its_error(table: dict[str, Row]) -> None:
     use_the_share(table, "llama")
-    changes = {"head_dim": 8, "rotary_share": 0.5, "hidden": 32, **ROPE_SETTINGS["linear"]}
+    changes = {"head_dim": 8, "rotary_share": 0.5, "hidden": 32, **ROPE_SETTINGS["llama_linear"]}
     with pytest.raises(ConfigError, match=r"partial_rotary_factor = 0.5: .*must match the size"):
         check_export(PLAIN["llama"].model_copy(update=changes))
 
