@@ -3,11 +3,13 @@
 #   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/megapipe/runs" megapipe \
 #     torchrun --nproc-per-node 8 train.py configs/llama_1b.yaml
 # On a plain Python image, with the CPU build of torch, for tests:
-#   docker build -t megapipe-cpu --build-arg BASE=python:3.11-slim .
+#   docker build -t megapipe-cpu --build-arg BASE=python:3.11-slim --build-arg EXTRAS=log,dev .
 #   docker run --rm megapipe-cpu python -m pytest
 ARG BASE=nvcr.io/nvidia/pytorch:26.03-py3
 FROM ${BASE}
 
+# log: Weights & Biases and tensorboard; dev: what tests need; s3, gcs: drivers of object storage
+ARG EXTRAS=log
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /megapipe
 # HOME: caches of any user, docker run --user "$(id -u):$(id -g)" included.
@@ -26,7 +28,7 @@ RUN python -m pip list --format freeze | grep -E '^(numpy|torch.*|.*triton)==' >
         --index-url https://download.pytorch.org/whl/cpu; \
     fi; \
     cat "${PIP_CONSTRAINT:-/dev/null}" >>/tmp/pins.txt; \
-    env -u PIP_CONSTRAINT python -m pip install -c /tmp/pins.txt -e '.[log,dev]'; \
+    env -u PIP_CONSTRAINT python -m pip install -c /tmp/pins.txt -e ".[$EXTRAS]"; \
     rm /tmp/pins.txt; \
     mkdir runs cache; \
     chmod 1777 . runs cache

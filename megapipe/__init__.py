@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megapipe.train.objects import train
     from megapipe.train.step import TrainStep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Pipeline", "TrainStep", "spawn", "train"]
 
 _HOMES = {

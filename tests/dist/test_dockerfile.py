@@ -17,6 +17,7 @@ def docker_install(tmp_path, packages, **environment):
     """Run the Dockerfile's installation with a stand-in for python; return pip's arguments."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     command = re.search(r"^RUN (.*?[^\\])$", dockerfile, re.MULTILINE | re.DOTALL)[1]
+    (extras,) = re.findall(r"^ARG EXTRAS=(.*)$", dockerfile, re.MULTILINE)
     command = command.replace("\\\n", "").replace("/tmp/", f"{tmp_path}/")
     listing = "\\n".join(packages)
     program = f"""\
@@ -33,7 +34,7 @@ def docker_install(tmp_path, packages, **environment):
     subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=tmp_path,
-        env={**os.environ, "PATH": path, **environment},
+        env={**os.environ, "PATH": path, "EXTRAS": extras, **environment},
         check=True,
     )
     assert not (tmp_path / "pins.txt").exists()
@@ -54,7 +55,7 @@ def test_docker_keeps_the_torch_of_nvidias_image(tmp_path):
     ]
     (install,) = docker_install(tmp_path, packages, PIP_CONSTRAINT=str(tmp_path / "image.txt"))
     assert install == (
-        "-m pip install -c /tmp/pins.txt -e .[log,dev] [none] numpy==2.1.0 "
+        "-m pip install -c /tmp/pins.txt -e .[log] [none] numpy==2.1.0 "
         "torch==2.11.0a0+a6c.nv26.3 torchvision==0.26.0 triton==3.6.0 requests==2.0 "
     )
 
@@ -66,4 +67,4 @@ def test_docker_on_a_plain_image_installs_the_pinned_cpu_torch_first(tmp_path):
         "-m pip install -c /tmp/pins.txt torch --index-url https://download.pytorch.org/whl/cpu"
         " [none] torch==2.13.0 "
     )
-    assert rest == "-m pip install -c /tmp/pins.txt -e .[log,dev] [none] torch==2.13.0 "
+    assert rest == "-m pip install -c /tmp/pins.txt -e .[log] [none] torch==2.13.0 "

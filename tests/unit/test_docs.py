@@ -95,9 +95,11 @@ def test_top_level_is_what_it_should_be():
     files = {p.name for p in ROOT.iterdir() if not p.name.startswith(".")}
     made = {"runs", "cache", "wandb", "build", "dist"}
     assert {name for name in files - made if not name.endswith(".egg-info")} == {
+        "CHANGELOG.md",
         "Dockerfile",
         "LICENSE",
         "README.md",
+        "SECURITY.md",
         "benchmarks",
         "configs",
         "constraints.txt",
