@@ -7,9 +7,6 @@ rest are defaults. Nothing here imports torch, so that a mistake is reported at 
 import contextlib
 import json
 import math
-import re
-import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -25,8 +22,9 @@ from pydantic.fields import FieldInfo
 from megapipe import presets, strict_yaml
 from megapipe.command_line import TRACEBACK
 from megapipe.config import Config
-from megapipe.errors import ConfigError, MegapipeError
+from megapipe.errors import ConfigError
 from megapipe.foreign import trainer_of, trainer_of_flag
+from megapipe.help import help_text, usage
 from megapipe.keys import (
     KEYS,
     MAPPINGS,
@@ -39,15 +37,10 @@ from megapipe.keys import (
 )
 from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.section import documentation
 from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
 from megapipe.urls import is_remote
-from megapipe.words import columns, folded, without_secrets
+from megapipe.words import clipped, folded, printable, without_secrets
 
-ARGUMENTS = (
-    "[CONFIG] [section.key=value ...] [--dry-run [--imbalance X] | --time-slices] [--traceback] "
-    "[--help [SECTION | KEY | WORD | all]]"
-)
 OPTIONS = ("--dry-run", "--time-slices", TRACEBACK)
 """Those without a value; ``--help`` may have one."""
 UNSET = "unset"
@@ -82,7 +75,8 @@ class _Given:
     where: str
 
     def problem(self, what: str) -> str:
-        return f"{self.where}: {_clipped(self.key)}={_shown(self.value)}: {what}"
+        value = clipped(strict_yaml.text_of(self.value))
+        return f"{self.where}: {clipped(self.key)}={value}: {what}"
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -108,11 +102,11 @@ def parse(argv: Sequence[str]) -> Command:
             continue
         if argument.startswith("-"):
             bare = argument.lstrip("-")
-            hint = f"; write {_clipped(bare)}" if bare.partition("=")[0] in KEYS else ""
+            hint = f"; write {clipped(bare)}" if bare.partition("=")[0] in KEYS else ""
             if (other := trainer_of_flag(bare.partition("=")[0])) is not None:
                 hint = f", a flag of {other.name}: {other.page} maps them"
             raise ConfigError(
-                f"command line: unknown option {_clipped(argument)}{hint}; usage: {_usage()}"
+                f"command line: unknown option {clipped(argument)}{hint}; usage: {usage()}"
             )
         if equals and "/" not in key:
             assignments.append((key, text))
@@ -120,7 +114,7 @@ def parse(argv: Sequence[str]) -> Command:
             raise ConfigError(f"command line: {argument} has no value; write {argument}=VALUE")
         elif path is not None:
             raise ConfigError(
-                f"command line: {_line(path)} and {_line(argument)}: "
+                f"command line: {printable(path)} and {printable(argument)}: "
                 "expected one configuration file"
             )
         else:
@@ -134,7 +128,7 @@ def parse(argv: Sequence[str]) -> Command:
         else:
             given += _override(key, text)
     where = " and ".join(
-        filter(None, (path and _line(path), "command line" if assignments else None))
+        filter(None, (path and printable(path), "command line" if assignments else None))
     )
     config, where = _config(given), where or "defaults"
     refuse_code(config, where)
@@ -151,7 +145,7 @@ def parse(argv: Sequence[str]) -> Command:
 def _check_unset(key: str) -> None:
     """Raise :class:`ConfigError` where there is no such key and no such section."""
     if field_of(key) is None and key not in SECTIONS and key not in MAPPINGS:
-        raise ConfigError(f"command line: {_clipped(key)}={UNSET}: {unknown(key)}")
+        raise ConfigError(f"command line: {clipped(key)}={UNSET}: {unknown(key)}")
 
 
 def _imbalance(argv: Sequence[str]) -> tuple[Fraction | None, list[str]]:
@@ -168,7 +162,7 @@ def _imbalance(argv: Sequence[str]) -> tuple[Fraction | None, list[str]]:
         except ValueError:
             value = math.nan
         if not 1 <= value < math.inf:
-            shown = _clipped(text) if text else "without a value"
+            shown = clipped(text) if text else "without a value"
             raise ConfigError(f"command line: {IMBALANCE} {shown}: expected a number >= 1")
         found = Fraction(str(value))
     return found, others
@@ -228,9 +222,10 @@ def stored_model(stored: Mapping[str, Any]) -> ModelConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
+        value = clipped(strict_yaml.text_of(first["input"]))
         raise ConfigError(
-            f"the checkpoint has model.{key} = {_shown(first['input'])}, which this "
-            "version of megapipe does not know"
+            f"the checkpoint has model.{key} = {value}, which this version of megapipe does not "
+            "know"
         ) from None
 
 
@@ -250,108 +245,12 @@ def dump(config: Config) -> str:
     return strict_yaml.dump(_to_write(config.model_dump()))
 
 
-def help_text(topic: str = "") -> str:
-    """Explain keys with their types, defaults and meanings.
-
-    `topic` is a key, a section, "all", or a word: then the keys that end with it, or have it in
-    their names. By default the options, the sections with a line each, and the exit codes. Raises
-    ConfigError where no key has the word.
-    """
-    if topic == "all":
-        parts = ("\n".join(_section_lines(name)) for name in SECTIONS)
-        return "\n\n".join(parts) + "\n"
-    if topic in KEYS:
-        return "\n".join(_key_lines(topic)) + "\n"
-    if topic in SECTIONS:
-        return "\n".join(_section_lines(topic)) + "\n"
-    return _overview() if not topic else _about(topic)
-
-
-def _overview() -> str:
-    lines = [*_wrapped(f"usage: {_usage()}", ""), ""]
-    lines += _wrapped(
-        "CONFIG is a file in YAML, or the name of one that comes with megapipe: "
-        f"{', '.join(presets.names())}. Values come from the file, then from the command line; the "
-        "rest are defaults. They are YAML: numbers, true, false, null, text, [lists]. "
-        "section.key=unset (or section=unset) takes away what the file says.",
-        "",
-    )
-    lines += _wrapped(
-        "--dry-run shows the plan of a run and starts none; with --imbalance X its memory is that "
-        "of a rank whose experts get X times the mean rows of a rank, in each layer.",
-        "",
-    )
-    lines += _wrapped("--traceback shows where in the code an error arose.", "")
-    lines += ["", *_wrapped("sections, whose keys --help SECTION explains, or --help all:", "")]
-    width = max(map(len, SECTIONS))
-    for name, section in SECTIONS.items():
-        sentence = re.split(r"(?<=[.:])\s", " ".join((section.__doc__ or "").split()))[0]
-        lines += _wrapped(sentence.rstrip(".:"), f"  {name:{width}}  ", " " * (width + 4))
-    lines += ["", "exit codes:", "    0  done", "    1  a bug: an unexpected exception"]
-    for error in _error_kinds():
-        meaning = (error.__doc__ or "").strip().rstrip(".")
-        lines += _wrapped(meaning, f"  {error.exit_code:>3}  ", " " * 7)
-    lines += _wrapped(
-        "interrupted from the keyboard with nothing to save, or a second time", "  130  ", " " * 7
-    )
-    return "\n".join(lines) + "\n"
-
-
-def _about(word: str) -> str:
-    """The keys that end with a word, or else those that have it in their names."""
-    last = [key for key in KEYS if key.rpartition(".")[2] == word]
-    if last:
-        return "\n\n".join("\n".join(_key_lines(key)) for key in last) + "\n"
-    inside = [key for key in KEYS if word in key]
-    if not inside:
-        near = get_close_matches(word, SECTIONS, n=1) if "." not in word else []
-        hint = f"did you mean {near[0]}?" if near else unknown(word).partition("; ")[2]
-        raise ConfigError(f"command line: --help {_clipped(word)}: no such section or key; {hint}")
-    return "\n".join(f"{key} = {_default(KEYS[key])}" for key in inside) + "\n"
-
-
-def _usage() -> str:
-    """How the program was called, and what it takes."""
-    called = sys.argv[0]
-    name = called if called.startswith("megapipe ") else Path(called).name
-    return f"{name if name.endswith(('train', 'train.py')) else 'megapipe train'} {ARGUMENTS}"
-
-
 def _topic(after: Sequence[str]) -> str:
-    """What the arguments after --help ask for, if anything."""
+    """The topic that the arguments after --help ask for; "" for none."""
     if not after or after[0].startswith("-") or "=" in after[0] or after[0].endswith(".yaml"):
         return ""
     help_text(after[0])
     return after[0]
-
-
-def _section_lines(name: str) -> list[str]:
-    lines = _wrapped(f"{name}: {' '.join((SECTIONS[name].__doc__ or '').split())}", "")
-    for key in SECTIONS[name].model_fields:
-        if f"{name}.{key}" in KEYS:
-            lines += ["", *_key_lines(f"{name}.{key}")]
-    return lines
-
-
-def _key_lines(key: str) -> list[str]:
-    info = KEYS[key]
-    section, _, name = key.rpartition(".")
-    lines = [
-        *_wrapped(f"{key} = {_default(info)}    {expected(info)}", "  "),
-        *_wrapped(documentation(SECTIONS[section])[name], "      "),
-    ]
-    inner = MAPPINGS.get(key)
-    for each, field_info in inner.model_fields.items() if inner is not None else ():
-        below = f"{key}.NAME.{each} = {_default(field_info)}    {expected(field_info)}"
-        lines += _wrapped(below, "    ")
-        lines += _wrapped(documentation(inner)[each], "        ") if inner is not None else []
-    return lines
-
-
-def _default(info: FieldInfo) -> str:
-    if info.is_required():
-        return "(needed)"
-    return _shown(info.get_default(call_default_factory=True))
 
 
 def show(text: str) -> None:
@@ -364,12 +263,12 @@ def _override(key: str, text: str) -> list[_Given]:
     try:
         entries = strict_yaml.parse_value(key, text)
     except YamlError as error:
-        raise ConfigError(f"command line: {_clipped(key)}={_clipped(text)}: {error}") from None
+        raise ConfigError(f"command line: {clipped(key)}={clipped(text)}: {error}") from None
     return [_Given(entry.key, entry.value, "command line") for entry in entries]
 
 
 def _read(path: Path) -> list[_Given]:
-    name = _line(str(path))
+    name = printable(str(path))
     try:
         if not path.is_file():
             raise ConfigError(_no_file(path))
@@ -400,7 +299,7 @@ def _read(path: Path) -> list[_Given]:
 
 
 def _no_file(path: Path) -> str:
-    name = _line(str(path))
+    name = printable(str(path))
     if path.exists():
         return f"{name}: is not a file; expected a configuration in YAML"
     folder = path.parent
@@ -481,38 +380,5 @@ def _missing(key: str, known: Mapping[str, _Given]) -> str:
     return beside.problem(f"expected {key} too")
 
 
-def _error_kinds() -> list[type[MegapipeError]]:
-    """The errors that have an exit code of their own, by code."""
-    kinds = [kind for kind in MegapipeError.__subclasses__() if "exit_code" in vars(kind)]
-    return sorted(kinds, key=lambda kind: kind.exit_code)
-
-
 def _once(keys: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(keys))
-
-
-def _shown(value: Any) -> str:
-    return _clipped(strict_yaml.text_of(value))
-
-
-def _clipped(text: str) -> str:
-    text = without_secrets(_line(text))
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _line(text: str) -> str:
-    """`text` on one line that any terminal can show."""
-    return text if text.isprintable() else json.dumps(text)
-
-
-def _wrapped(text: str, indent: str, further: str | None = None) -> list[str]:
-    """Lines of at most 96 columns, or as many as the terminal has; `further` begins those after the
-    first, by default as `indent` does."""
-    below = indent if further is None else further
-    return textwrap.wrap(
-        text,
-        min(96, columns()),
-        initial_indent=indent,
-        subsequent_indent=below,
-        break_on_hyphens=False,
-    )

@@ -119,8 +119,8 @@ def take_any_character() -> None:
 
 
 def fresh_line(stream: TextIO | None) -> str:
-    """What begins a line anew on a terminal, where a bar with the progress may stand; else
-    nothing."""
+    """The codes that erase the line of a terminal, where a bar with the progress may stand; "" for
+    what is none."""
     erases = os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and is_terminal(stream)
     return "\r\x1b[2K" if erases else ""
 

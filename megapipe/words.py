@@ -1,5 +1,6 @@
 """Numbers in sentences, errors in a line, and what is left out of them."""
 
+import json
 import re
 import shutil
 import sys
@@ -29,6 +30,17 @@ def without_secrets(text: str) -> str:
     whatever is printed or written goes through here."""
     text = without_user_info(_FIELDS.sub(LEFT_OUT, text))
     return _QUERY.sub(rf"\1{LEFT_OUT}", text)
+
+
+def printable(text: str) -> str:
+    """The text on one line that any terminal can show."""
+    return text if text.isprintable() else json.dumps(text)
+
+
+def clipped(text: str) -> str:
+    """The text on one line of at most 60 characters, without secrets."""
+    text = without_secrets(printable(text))
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def counted(number: int, noun: str) -> str:

@@ -202,7 +202,7 @@ def _logits_of_class(
     tensors: Mapping[str, Tensor],
     tokens: Tensor,
 ) -> Tensor:
-    """What a program computes that loads the class from a folder, [b, s, V]."""
+    """Compute logits, [b, s, V], as a program does that loads the class from a folder."""
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -250,7 +250,7 @@ def _aside() -> Iterator[None]:
 
 
 def _logits(model: ModelConfig, tensors: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """What our model computes, [b, s, V]."""
+    """Compute logits, [b, s, V], by our model."""
     stage = StageSpec(embedding=True, layers=range(model.layers), head=True)
     module = GPTStage(model, stage, Sharding(Axis.alone(), False, torch.float64))
     for owned in owned_parameters(module):

@@ -4,16 +4,20 @@ A terminal shows the values that fit in one of its lines, the most important one
 beneath. All values are in ``log.jsonl``.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from megapipe.observe.record import StepRecord, ValidationRecord
-from megapipe.observe.terminal import Terminal
-from megapipe.words import plural
+from megapipe.words import is_terminal, plural
+
+if TYPE_CHECKING:
+    from megapipe.observe.terminal import Terminal
 
 DATE, TIME = "%Y-%m-%d", "%H:%M:%S"
 
@@ -34,7 +38,7 @@ class ConsoleSink:
         self._every = every
         self._now = now
         self._first = True
-        self._terminal = Terminal.of(stream)
+        self._terminal = _terminal(stream)
         self._last: StepRecord | None = None
 
     def step(self, record: StepRecord) -> None:
@@ -87,6 +91,15 @@ class ConsoleSink:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
+
+
+def _terminal(stream: TextIO) -> Terminal | None:
+    """The terminal that a stream writes to, if it is one that can erase."""
+    if not is_terminal(stream):
+        return None
+    from megapipe.observe.terminal import Terminal  # loads rich
+
+    return Terminal.of(stream)
 
 
 def step_line(record: StepRecord, width: int | None = None) -> str:

@@ -13,8 +13,6 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from megapipe.words import is_terminal
-
 LONGEST_BAR = 60
 REDRAWN_S = 0.1
 """Seconds that a bar stays at least, as steps may take less than a look at them."""
@@ -30,10 +28,8 @@ class Terminal:
         self._shown_at = -math.inf
 
     @classmethod
-    def of(cls, stream: TextIO | None) -> Terminal | None:
-        """The terminal that a stream writes to; None if it is none, or one that cannot erase."""
-        if not is_terminal(stream):
-            return None
+    def of(cls, stream: TextIO) -> Terminal | None:
+        """The terminal that a stream writes to; None if it is one that cannot erase."""
         console = Console(file=stream, highlight=False, soft_wrap=False)
         return None if console.is_dumb_terminal else cls(console)
 

@@ -33,7 +33,6 @@ from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import package_hash
-from megapipe.observe.summary import next_commands
 from megapipe.plan.report import report as plan_report
 from megapipe.watch.journal import Journal, text
 from megapipe.watch.rank import Watch
@@ -207,6 +206,8 @@ def start(
 
 def _going_on(folder: Path) -> str:
     """The command by which a run goes on, as the end of a sentence."""
+    from megapipe.observe.summary import next_commands  # loads torch
+
     with contextlib.suppress(MegapipeError, OSError):
         if (command := next_commands(folder).get("to go on")) is not None:
             return f"; to go on: {command}"

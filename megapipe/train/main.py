@@ -48,12 +48,13 @@ def train(argv: Sequence[str]) -> int:
                     raise
             # below here, as they take a second, in which a signal may come
             from megapipe import cli
+            from megapipe.help import help_text
             from megapipe.train import job
 
             command = cli.parse(argv)
             if command.help is not None:
                 if info.rank == 0:
-                    cli.show(cli.help_text(command.help))
+                    cli.show(help_text(command.help))
                 return 0
             return job.start(command, info, stop)
         except MegapipeError as error:

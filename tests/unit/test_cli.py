@@ -14,6 +14,7 @@ from megapipe import cli, errors
 from megapipe.config import Config
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
+from megapipe.help import help_text
 from megapipe.keys import KEYS, SECTIONS, expected
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import documentation
@@ -240,7 +241,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_has_every_key() -> None:
-    text = cli.help_text("all")
+    text = help_text("all")
     for key in KEYS:
         section, _, name = key.rpartition(".")
         _, begun, after = text.partition(f"  {key} = ")
@@ -252,13 +253,13 @@ def test_help_has_every_key() -> None:
 
 
 def test_help_on_a_section_or_a_key_is_that_part_of_the_whole() -> None:
-    whole = cli.help_text("all")
-    parts = [cli.help_text(name) for name in SECTIONS]
+    whole = help_text("all")
+    parts = [help_text(name) for name in SECTIONS]
     assert "\n".join(parts) in whole
     for name, part in zip(SECTIONS, parts, strict=True):
         keys = [key for key in KEYS if key.rpartition(".")[0] == name]
         assert [key for key in KEYS if f"  {key} = " in part] == keys
-        assert all(cli.help_text(key) in part for key in keys)
+        assert all(help_text(key) in part for key in keys)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 300])
@@ -267,7 +268,7 @@ def test_help_is_an_overview_that_fits_the_terminal(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = cli.help_text().splitlines()
+    lines = help_text().splitlines()
     assert max(map(len, lines)) <= min(columns, 96)
     assert len(lines) < 100, "and not as long as all keys"
     for name in SECTIONS:
@@ -276,9 +277,9 @@ def test_help_is_an_overview_that_fits_the_terminal(
 
 
 def test_help_finds_keys_by_a_word() -> None:
-    assert cli.help_text("lr") == cli.help_text("optimizer.lr")
-    assert cli.help_text("every").count(" = ") == sum(key.endswith(".every") for key in KEYS) > 1
-    named = [line.split(" = ")[0] for line in cli.help_text("warmup").splitlines()]
+    assert help_text("lr") == help_text("optimizer.lr")
+    assert help_text("every").count(" = ") == sum(key.endswith(".every") for key in KEYS) > 1
+    named = [line.split(" = ")[0] for line in help_text("warmup").splitlines()]
     assert named == [key for key in KEYS if "warmup" in key]
 
 
@@ -295,7 +296,7 @@ def test_usage_says_how_the_command_was_called(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [called])
     assert f"usage: {name} [CONFIG]" in message("--bad")
-    assert cli.help_text().startswith(f"usage: {name} [CONFIG]")
+    assert help_text().startswith(f"usage: {name} [CONFIG]")
 
 
 def test_no_key_is_explained_by_a_regular_expression() -> None:
@@ -309,7 +310,7 @@ def test_help_on_nothing_there_is_says_what_there_is() -> None:
 
 
 def test_help_has_every_exit_code() -> None:
-    text = cli.help_text().partition("exit codes:")[2]
+    text = help_text().partition("exit codes:")[2]
     codes = [int(found) for found in re.findall(r"^ {2,4}(\d+)  ", text, re.MULTILINE)]
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     assert codes == sorted({0, 130} | {kind.exit_code for kind in kinds})  # type: ignore[attr-defined]

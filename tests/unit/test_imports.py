@@ -14,6 +14,7 @@ from tests.parity.package_files import ADAPTERS, FILES, KERNELS, OPTIONAL, PACKA
 MOST_LINES = 500
 
 FLOORS = (
+    "completion",
     "console",
     "library",
     "evaluate",
@@ -27,6 +28,7 @@ FLOORS = (
     "layout",
     "data",
     "cli",
+    "help",
     "keys",
     "config",
     "checkpoint_config",
@@ -50,6 +52,7 @@ FLOORS = (
     "context",
     "experts",
     "presets",
+    "foreign",
     "strict_yaml",
     "section",
     "update_rules",

@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.save_pretrained(path / "tokenizer")
     write_checkpoint(path / "runs/quickstart", model, params)
+    (path / "runs/latest").symlink_to("quickstart")
     write_checkpoint(path / "runs/chat", model, params, tokenizer=str(path / "tokenizer"))
     (path / "texts.jsonl").write_text('{"text": "some words"}\n{"text": "others"}\n')
     question = {"prompt": "2 + 2 =", "choices": ["3", "4"], "answer": 1}

@@ -54,10 +54,14 @@ class Reported:
         self.steps: list[StepRecord] = []
         self.validations: list[ValidationRecord] = []
         self.notes: list[str] = []
+        self.phases: list[str] = []
         self.closed = False
 
     def step(self, record: StepRecord) -> None:
         self.steps.append(record)
+
+    def phase(self, text: str) -> None:
+        self.phases.append(text)
 
     def validation(self, record: ValidationRecord) -> None:
         self.validations.append(record)
