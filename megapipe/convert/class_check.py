@@ -58,7 +58,11 @@ def check_class(config: Any, model: ModelConfig | None = None) -> None:
     Raises:
         ConfigError: their logits differ. The key that makes the difference is named, if it is one.
     """
-    model = config_from_hf(config) if model is None else model
+    with _aside():
+        _compare(config, config_from_hf(config) if model is None else model)
+
+
+def _compare(config: Any, model: ModelConfig) -> None:
     toy = at_toy_width(config, model)
     found = difference(toy, narrowed(model))
     if found is None:
@@ -206,7 +210,7 @@ def _logits_of_class(
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained
-    with tempfile.TemporaryDirectory(prefix="megapipe-class-") as folder, _aside():
+    with tempfile.TemporaryDirectory(prefix="megapipe-class-") as folder:
         config.save_pretrained(folder)
         found = {
             name: tensor.clone(memory_format=torch.contiguous_format)
