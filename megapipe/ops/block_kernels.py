@@ -127,6 +127,8 @@ class Efficient:
         groups, heads, s = k.shape[1], q.shape[1], q.shape[2]
         # rows that are not there see nothing: exp(x - inf) is 0
         lse = functional.pad(lse, (0, -s % LSE_MULTIPLE), value=math.inf)
+        # the kernels of bf16 and fp16 read `out` as [b, s, heads, d], whatever its strides say
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         of = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         grad_q, *of_keys, _ = of(
             grad,

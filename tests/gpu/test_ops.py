@@ -47,19 +47,22 @@ def kernel_of(purpose: str, name: str, offered: list[Any]) -> Any:
         pytest.skip(str(error))
 
 
-def assert_as_good(found: list[Tensor], usual: list[Tensor], exact: list[Tensor]) -> None:
-    """At most twice as far from the exact result as torch's own kernel is."""
+def assert_as_good(
+    found: list[Tensor], usual: list[Tensor], exact: list[Tensor], *, at_worst: float = 2.0
+) -> None:
+    """At its worst place at most `at_worst` times as far from the exact result as torch's own
+    kernel is at its own."""
     for i, (got, plain, right) in enumerate(zip(found, usual, exact, strict=True)):
         error = (got.double() - right).abs().max().item()
         rounding = torch.finfo(got.dtype).eps * right.abs().max().item()
-        allowed = 2 * max((plain.double() - right).abs().max().item(), rounding)
+        allowed = at_worst * max((plain.double() - right).abs().max().item(), rounding)
         assert error <= allowed, f"result {i}: {error:.3g} off, at most {allowed:.3g}"
 
 
 def assert_as_good_on_average(
     found: list[Tensor], usual: list[Tensor], exact: list[Tensor]
 ) -> None:
-    """The same by the root of the mean square, which chance moves less than the worst place."""
+    """At most twice as far by the root of the mean square, which chance hardly moves."""
     for i, (got, plain, right) in enumerate(zip(found, usual, exact, strict=True)):
         error, other = ((x.double() - right).square().mean().sqrt().item() for x in (got, plain))
         assert error <= 2 * other, f"result {i}: {error:.3g} off, at most {2 * other:.3g}"
@@ -172,6 +175,8 @@ def test_blocks_of_attention(name: str, dtype: torch.dtype, s: int, groups: int)
     try:
         kernel = choose("attention", name, block_candidates(given)).kernel
     except ConfigError as error:
+        if "self-check" in str(error):
+            raise
         pytest.skip(str(error))  # what a kernel cannot do here, torch says
     torch.manual_seed(0)
     shapes = [(2, 8, s, 64), (2, groups, s + 500, 64), (2, groups, s + 500, 64), (2, 8, s, 64)]
@@ -179,9 +184,9 @@ def test_blocks_of_attention(name: str, dtype: torch.dtype, s: int, groups: int)
     exact = run_blocks(Explicit(), [x.double() for x in inputs], s)
     usual = run_blocks(NarrowFactors(), inputs, s)
     found = run_blocks(kernel, inputs, s)
-    if dtype == torch.float32:
-        assert_as_good_on_average(found, usual, exact)
-    assert_as_good(found, usual, exact)
+    assert_as_good_on_average(found, usual, exact)
+    # which place is the worst is chance: 0.3 to 3.7 times in fp32 (docs/benchmarks.md)
+    assert_as_good(found, usual, exact, at_worst=5.0 if name == "efficient" else 2.0)
 
 
 def run_packs(
