@@ -167,6 +167,11 @@ class OptimizerConfig(Section):
     muon_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """muon: factor of the learning rate of a matrix [m, n]: 0.2 sqrt(max(m, n)), which suits
     learning rates of adamw (Liu et al., 2502.16982), or sqrt(max(1, m / n))."""
+    muon_split: Literal["projections", "heads", "none"] = "projections"
+    """muon: what of the matrix of queries, keys and values is made orthogonal by itself, and has a
+    factor of its own: projections, each of the three, as in checkpoints with q_proj, k_proj and
+    v_proj; heads, each head of each; none, all of it together. A gated MLP's gate and up are always
+    apart, and adapters whole."""
     adamw_lr_scale: float = Field(1.0, gt=0)
     """muon: learning rate of what takes adamw, in multiples of `lr`."""
     clip: float | None = Field(1.0, gt=0)

@@ -16,6 +16,20 @@ Role = Literal["matrix", "embedding", "head", "vector"]
 """A matrix of a hidden layer, a table of vectors, the last matrix, or a vector."""
 
 
+@dataclass(frozen=True)
+class JoinedHeads:
+    """How the heads of several matrices are joined in the rows of one: group by group, `heads[i]`
+    heads of matrix i after those of matrix i - 1, each head `size` rows."""
+
+    heads: tuple[int, ...]
+    size: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a group."""
+        return sum(self.heads) * self.size
+
+
 @dataclass
 class InitialValues:
     """Initial values of a global tensor, held until they are copied into the buffers."""
@@ -36,6 +50,8 @@ class ParameterSpec:
     shape: tuple[int, ...]
     """Linear weights are [out, in], or [k, out, in]: k matrices applied as one."""
     role: Role = "vector"
+    joined: JoinedHeads | None = None
+    """The matrices that this one consists of, if there are several (queries, keys, values)."""
     split_dim: int | None = None
     """The dimension split over tp; None: every tp rank holds all of it."""
     multiple: int = 1
@@ -100,11 +116,16 @@ class ParameterSpec:
 
 
 def column_linear(
-    name: str, shape: tuple[int, ...], *, bias: bool, std: float
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    bias: bool,
+    std: float,
+    joined: JoinedHeads | None = None,
 ) -> Iterator[ParameterSpec]:
     """Weight and bias of a linear layer whose outputs are split over tp."""
     split = len(shape) - 2
-    yield _matrix(f"{name}.weight", shape, split, std)
+    yield _matrix(f"{name}.weight", shape, split, std, joined)
     if bias:
         yield ParameterSpec(name=f"{name}.bias", shape=shape[:-1], split_dim=split)
 
@@ -173,9 +194,21 @@ def positions(name: str, length: int, hidden: int, *, std: float) -> ParameterSp
     )
 
 
-def _matrix(name: str, shape: tuple[int, ...], split_dim: int, std: float) -> ParameterSpec:
+def _matrix(
+    name: str,
+    shape: tuple[int, ...],
+    split_dim: int,
+    std: float,
+    joined: JoinedHeads | None = None,
+) -> ParameterSpec:
     return ParameterSpec(
-        name=name, shape=shape, role="matrix", split_dim=split_dim, decay=True, std=std
+        name=name,
+        shape=shape,
+        role="matrix",
+        joined=joined,
+        split_dim=split_dim,
+        decay=True,
+        std=std,
     )
 
 

@@ -94,7 +94,7 @@ def bring_together(world: World) -> None:
     for count in range(len(SHAPES) + 1):
         specs = [spec_of_part(i, tp) for i in range(count)]
         regions = [take_region(m, spec) for m, spec in zip(matrices, specs, strict=False)]
-        found = on_whole(regions, specs, tp, lambda m: m * m.max() + m.sum())
+        found = on_whole(regions, specs, tp, lambda m, _: m * m.max() + m.sum())
         assert len(found) == count
         for region, spec, m in zip(found, specs, matrices, strict=False):
             assert region.equal(take_region(m * m.max() + m.sum(), spec))
@@ -126,7 +126,7 @@ def half_matrices(rule: Rule) -> Any:
     """Newton-Schulz on tp parts."""
 
     def on_parts(regions: Any, specs: Any, tp: Any, function: Any) -> Any:
-        return [function(region) for region in regions]
+        return [function(*each) for each in zip(regions, specs, strict=True)]
 
     return mock.patch.object(muon, "on_whole", on_parts)
 

@@ -384,7 +384,7 @@ def trust_ratios_of_one_part_of_an_expert() -> Patch:
 
 def a_part_of_an_expert_made_orthogonal() -> Patch:
     def on_parts(regions: Any, specs: Any, tp: Any, function: Any) -> Any:
-        return [function(region) for region in regions]
+        return [function(*each) for each in zip(regions, specs, strict=True)]
 
     return mock.patch.object(muon, "on_whole", on_parts)
 

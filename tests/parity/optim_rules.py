@@ -30,11 +30,14 @@ RATES = (1e-2, 2e-2, 5e-3)
 
 
 def model(dtype: str = "fp64") -> ModelConfig:
-    """Every kind of parameter: a padded vocabulary, positions, gated MLPs, biases, a free head."""
+    """Every kind of parameter: two queries to a key, a padded vocabulary, positions, gated MLPs,
+    biases, a free head."""
     config = ModelConfig(
         layers=2,
         hidden=12,
-        heads=4,
+        heads=8,
+        kv_heads=4,
+        head_dim=3,
         ffn_hidden=20,
         vocab_size=11,
         activation="swiglu",
@@ -93,7 +96,7 @@ def by_formula(weights: Tensors, config: OptimizerConfig, grads: Sequence[Tensor
     for count, (lr, grad) in enumerate(zip(RATES, grads, strict=True)):
         for name, weight in weights.items():
             weights[name], states[name] = step(
-                config, name, weight, grad[name], states[name], lr, count
+                config, name, weight, grad[name], states[name], lr, count, model=model()
             )
     return weights
 
@@ -145,8 +148,16 @@ PLAIN: dict[str, Plain] = {
     "lamb": Plain({"rule": "lamb", **_ADAM}, by_formula),
     "muon": Plain({"rule": "muon", "momentum": 0.9, **_ADAM}, by_formula),
     "muon original": Plain(
-        {"rule": "muon", "muon_adjust": "original", "nesterov": False, **_ADAM}, by_formula
+        {
+            "rule": "muon",
+            "muon_adjust": "original",
+            "muon_split": "none",
+            "nesterov": False,
+            **_ADAM,
+        },
+        by_formula,
     ),
+    "muon by head": Plain({"rule": "muon", "muon_split": "heads", **_ADAM}, by_formula),
 }
 
 

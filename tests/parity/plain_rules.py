@@ -5,7 +5,7 @@ tensor by name, empty before the first step; nothing that is given is changed.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,8 +57,11 @@ def step(
     lr: float,
     count: int,
     orthogonalise: Callable[[Tensor], Tensor] = by_singular_values,
+    *,
+    model: Any = None,
 ) -> Stepped:
-    """The rule `config.rule` after `count` steps; `config` has the names of `optimizer`."""
+    """The rule `config.rule` after `count` steps; `config` has the names of `optimizer`. Muon looks
+    at the heads of `model`, which has the names of that section, resolved."""
     decay = config.weight_decay if is_matrix(name) else 0.0
     match config.rule:
         case "adamw":
@@ -82,7 +85,8 @@ def step(
         case "adam3":
             return adam3(config, weight * (1 - lr * decay), grad, states, lr, count)
         case "muon" if is_hidden(name):
-            return muon(config, weight, grad, states, lr, orthogonalise)
+            matrices = matrices_of(config.muon_split, name, model)
+            return muon(config, weight, grad, states, lr, orthogonalise, matrices)
         case "muon":
             lr = lr * config.adamw_lr_scale
             return adam(config, weight * (1 - lr * decay), grad, states, lr, count)
@@ -225,6 +229,22 @@ def lamb(
     return weight - lr * direction, {"exp_avg": first, "exp_avg_sq": second}
 
 
+def matrices_of(split: str, name: str, model: Any) -> list[Any]:
+    """Rows of a weight that are matrices by themselves. Those of attention's first one are ordered
+    by key head: its queries, its key, its value."""
+    if split == "none" or not name.endswith("attention.qkv.weight"):
+        return [slice(None)]
+    rows: dict[Any, list[int]] = {}
+    row, share = 0, model.heads // model.kv_heads
+    for group in range(model.kv_heads):
+        for kind, heads in (("q", share), ("k", 1), ("v", 1)):
+            for head in range(heads):
+                by = (kind, group, head) if split == "heads" else kind
+                rows.setdefault(by, []).extend(range(row, row + model.head_dim))
+                row += model.head_dim
+    return list(rows.values())
+
+
 def muon(
     config: Any,
     weight: Tensor,
@@ -232,14 +252,19 @@ def muon(
     states: States,
     lr: float,
     orthogonalise: Callable[[Tensor], Tensor],
+    matrices: Sequence[Any],
 ) -> Stepped:
     momentum = config.momentum * states.get("exp_avg", 0) + (1 - config.momentum) * grad
     direction = momentum
     if config.nesterov:
         direction = config.momentum * momentum + (1 - config.momentum) * grad
-    rows, columns = weight.shape[-2:]
-    factor = max(1.0, rows / columns) ** 0.5
-    if config.muon_adjust == "match_rms_adamw":
-        factor = 0.2 * max(rows, columns) ** 0.5
-    weight = weight - lr * config.weight_decay * weight - lr * factor * orthogonalise(direction)
+    step = torch.zeros_like(weight)
+    for which in matrices:
+        matrix = direction[which]
+        rows, columns = matrix.shape[-2:]
+        factor = max(1.0, rows / columns) ** 0.5
+        if config.muon_adjust == "match_rms_adamw":
+            factor = 0.2 * max(rows, columns) ** 0.5
+        step[which] = factor * orthogonalise(matrix)
+    weight = weight - lr * config.weight_decay * weight - lr * step
     return weight, {"exp_avg": momentum}

@@ -208,7 +208,14 @@ def train(
         for name, weight in history[-1].items():
             grad = grads[name] * factors[stage_of[name]]
             after[name], states[name] = plain_rules.step(
-                config, name, weight, grad, states[name], rate(stage_of[name], number), number
+                config,
+                name,
+                weight,
+                grad,
+                states[name],
+                rate(stage_of[name], number),
+                number,
+                model=model,
             )
         stepped = after, {name: dict(of) for name, of in states.items()}
         if had is not None:

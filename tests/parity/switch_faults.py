@@ -22,6 +22,7 @@ from megapipe.optim import look_ahead, optimizer, reduction
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rules import elementwise, layerwise, muon
 from megapipe.optim.rules.rule import Part
+from megapipe.optim.rules.whole import Function
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import StatePolicy, Store
 from megapipe.testing import World
@@ -103,8 +104,8 @@ def trust_ratios_of_slices() -> Patch:
 
 
 def matrices_not_made_whole() -> Patch:
-    def on_parts(regions: Any, specs: Any, tp: Axis, function: Callable[[Tensor], Tensor]) -> Any:
-        return [function(region) for region in regions]
+    def on_parts(regions: Any, specs: Any, tp: Axis, function: Function) -> Any:
+        return [function(*each) for each in zip(regions, specs, strict=True)]
 
     return mock.patch.object(muon, "on_whole", on_parts)
 

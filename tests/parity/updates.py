@@ -111,6 +111,7 @@ class Update:
                 self.lr,
                 self.count,
                 orthogonalise,
+                model=settings(self.case).model,
             )
             for name, weight in self.before["model"].items()
         }

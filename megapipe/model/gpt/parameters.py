@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from megapipe.layers.specs import (
+    JoinedHeads,
     ParameterSpec,
     column_linear,
     head_norm,
@@ -73,13 +74,16 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     """The parameters of one layer. The matrices that write to the residual stream have initial
     values smaller by a factor of sqrt(2 layers), as in GPT-2."""
     name, h, std = f"layers.{layer}", model.hidden, model.init_std
-    heads = model.heads * known(model.head_dim)
-    qkv = heads + 2 * known(model.kv_heads) * known(model.head_dim)
+    groups = known(model.kv_heads)
+    joined = JoinedHeads((model.heads // groups, 1, 1), known(model.head_dim))
+    qkv, heads = groups * joined.rows, model.heads * joined.size
     ffn = known(model.ffn_hidden)
     up = (2, ffn, h) if model.gated else (ffn, h)
     residual_std, bias = std / math.sqrt(2 * model.layers), model.bias
     yield from norm_parameters(model, f"{name}.attention_norm")
-    yield from column_linear(f"{name}.attention.qkv", (qkv, h), bias=model.has_qkv_bias, std=std)
+    yield from column_linear(
+        f"{name}.attention.qkv", (qkv, h), bias=model.has_qkv_bias, std=std, joined=joined
+    )
     if model.qk_norm:
         for part in ("q_norm", "k_norm"):
             yield head_norm(f"{name}.attention.{part}", known(model.head_dim), _fill(model))

@@ -5,8 +5,8 @@ positions, norms and biases take AdamW. Momentum is elementwise; the orthogonal 
 function of the whole one, which is brought together from slices and tensor-parallel parts
 (:mod:`megapipe.optim.rules.whole`) in the type in which Newton-Schulz runs.
 
-The matrix of queries, keys and values is one; a gated MLP's [2, f, h] is two. Experts are matrices
-each.
+The matrix of queries, keys and values is three, or as ``optimizer.muon_split`` says; a gated MLP's
+[2, f, h] is two. Experts are matrices each.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megapipe import update_rules
 from megapipe.layers.parameter import LocalParameter
+from megapipe.layers.specs import JoinedHeads, ParameterSpec
 from megapipe.optim.buffers import Entry
 from megapipe.optim.rules.elementwise import adam_step
 from megapipe.optim.rules.rule import Rule, overlap, ranges
@@ -54,13 +55,18 @@ class Muon(Rule):
         self._add_momentum(shard)
         narrow = shard.grad.dtype if shard.grad.dtype == torch.float64 else torch.bfloat16
         own, regions = gather_local(shard.grad.to(narrow), matrices, shard.axis)
-        regions = on_whole(regions, [entry.spec for entry in own], shard.tp, orthogonalise)
+        regions = on_whole(regions, [entry.spec for entry in own], shard.tp, self._orthogonal)
         for entry, region in zip(own, regions, strict=True):
             here = overlap(shard, entry)
             offset = shard.start + here.start - entry.start
             direction = shard.grad[here.start : here.stop]
+            adjusted = lr
+            factors = self._factors(entry.spec)
+            if isinstance(factors, float):
+                adjusted *= factors
+            else:
+                region = region.to(direction.dtype) * factors.to(direction)
             direction.copy_(region.reshape(-1)[offset : offset + len(direction)])
-            adjusted = lr * self._adjustment(entry.spec.shape)
             for part in self.parts(shard, [here]):
                 part.master.mul_(1.0 - lr * part.weight_decay).add_(part.grad, alpha=-adjusted)
 
@@ -74,9 +80,42 @@ class Muon(Rule):
             else:
                 part.grad.copy_(average)
 
-    def _adjustment(self, shape: Sequence[int]) -> float:
-        """Factor of the learning rate of a matrix [..., rows, columns]."""
-        rows, columns = shape[-2:]
+    def _orthogonal(self, whole: Tensor, spec: LocalParameter) -> Tensor:
+        """The matrices of `whole` made orthogonal, each by itself."""
+        joined = self._joined(spec)
+        if joined is None:
+            return orthogonalise(whole)
+        groups = whole.view(-1, sum(joined.heads), joined.size, whole.shape[-1])
+        if self.config.muon_split == "heads":
+            return orthogonalise(groups).view_as(whole)
+        parts = [
+            orthogonalise(part.reshape(-1, whole.shape[-1])).view_as(part)
+            for part in groups.split(joined.heads, dim=1)
+        ]
+        return torch.cat(parts, dim=1).view_as(whole)
+
+    def _joined(self, spec: ParameterSpec) -> JoinedHeads | None:
+        """Of what the matrix consists that is split."""
+        return None if self.config.muon_split == "none" else spec.joined
+
+    def _factors(self, spec: LocalParameter) -> float | Tensor:
+        """Factor of the learning rate of a matrix, or those of the rows of this rank's region where
+        they differ: [rows, 1]."""
+        columns, joined = spec.shape[-1], self._joined(spec)
+        if joined is None:
+            return self._factor(spec.shape[-2], columns)
+        if self.config.muon_split == "heads":
+            return self._factor(joined.size, columns)
+        groups = spec.shape[0] // joined.rows
+        lengths = [heads * joined.size for heads in joined.heads]
+        of_group = [self._factor(groups * n, columns) for n in lengths for _ in range(n)]
+        if len(set(of_group)) == 1:
+            return of_group[0]
+        rows = torch.tensor(of_group, dtype=torch.float64)
+        return rows.repeat(spec.sizes[0] // joined.rows).unsqueeze(1)
+
+    def _factor(self, rows: int, columns: int) -> float:
+        """That of a matrix [rows, columns]."""
         if self.config.muon_adjust == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))

@@ -21,6 +21,9 @@ from megapipe.distributed.mesh import Axis
 from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.buffers import Entry
 
+Function = Callable[[Tensor, LocalParameter], Tensor]
+"""Of a whole matrix [..., m, n]; it keeps shape and type."""
+
 
 def gather_local(
     values: Tensor, entries: Sequence[Entry], axis: Axis
@@ -58,24 +61,25 @@ def on_whole(
     regions: Sequence[Tensor],
     specs: Sequence[LocalParameter],
     tp: Axis,
-    function: Callable[[Tensor], Tensor],
+    function: Function,
 ) -> list[Tensor]:
     """`function` of each whole matrix, of which every tp rank has a region; returns its regions.
 
-    The function keeps the shape [..., m, n] and the type. Matrices that every tp rank has whole, as
-    of adapters, need nobody else.
+    Matrices that every tp rank has whole, as of adapters, need nobody else.
     """
     split = [i for i, spec in enumerate(specs) if tp.size > 1 and spec.split]
     parts = [regions[i] for i in split]
     done = dict(zip(split, _on_split(parts, [specs[i] for i in split], tp, function), strict=True))
-    return [done[i] if i in done else function(region) for i, region in enumerate(regions)]
+    return [
+        done[i] if i in done else function(region, specs[i]) for i, region in enumerate(regions)
+    ]
 
 
 def _on_split(
     regions: Sequence[Tensor],
     specs: Sequence[LocalParameter],
     tp: Axis,
-    function: Callable[[Tensor], Tensor],
+    function: Function,
 ) -> list[Tensor]:
     """The same for matrices that are split over tp."""
     if not regions:
@@ -96,12 +100,12 @@ def _on_split(
     return [by_index[i].view(spec.sizes) for i, spec in enumerate(specs)]
 
 
-def _on_parts(parts: Tensor, spec: LocalParameter, function: Callable[[Tensor], Tensor]) -> Tensor:
+def _on_parts(parts: Tensor, spec: LocalParameter, function: Function) -> Tensor:
     """`function` of a matrix from the flat regions of all tp ranks, cut as these: [tp, numel]."""
     dim = spec.inner_dim if spec.experts else spec.split_dim
     assert dim is not None, f"{spec.name} is not split"
     whole = torch.cat([part.view(spec.sizes) for part in parts], dim=dim)
-    return torch.stack(function(whole).chunk(len(parts), dim=dim)).flatten(1)
+    return torch.stack(function(whole, spec).chunk(len(parts), dim=dim)).flatten(1)
 
 
 def deal(work: Sequence[float], hands: int) -> list[list[int]]:
