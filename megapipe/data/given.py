@@ -6,6 +6,7 @@ nothing is written.
 """
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,13 +125,17 @@ def _divided(file: TokenFile, config: DataConfig) -> dict[Split, Stream]:
 
 
 def _cut(file: TokenFile, fraction: float) -> tuple[int | None, int]:
-    """The sequence and the token that the held-out part begins with: those of a document. A single
-    document is cut at a token, which begins no sequence."""
+    """The sequence and the token that the held-out part begins with: those of a document, the
+    nearest with tokens on both sides of its beginning. Where there is none, as all tokens are of
+    one document, it is cut at a token, which begins no sequence."""
     total, documents = len(file.tokens), len(file)
-    if documents > 1:
-        first = min(max(round(documents * (1 - fraction)), 1), documents - 1)
-        sequence = int(file.documents[first])
-        cut = int(file.starts(np.array([sequence]))[0])
-        if 0 < cut < total:
-            return sequence, cut
+
+    def begin(document: int) -> int:
+        return int(file.starts(np.array([int(file.documents[document])]))[0])
+
+    least = bisect_right(range(documents), 0, key=begin)
+    most = bisect_left(range(documents), total, key=begin) - 1
+    if least <= most:
+        first = min(max(round(documents * (1 - fraction)), least), most)
+        return int(file.documents[first]), begin(first)
     return None, min(max(round(total * (1 - fraction)), 1), total - 1)

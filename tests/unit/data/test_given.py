@@ -78,6 +78,8 @@ def test_a_half_is_missed(tmp_path: Path, left: str) -> None:
         ([2], 0.98, 1),
         ([0, 3], 0.5, 2),
         ([3, 0, 0], 0.5, 2),
+        ([61] * 60 + [0], 0.02, 59 * 61),
+        ([0, 0, 5, 0, 7, 0], 0.9, 5),
     ],
 )
 def test_the_last_documents_are_held_out(
