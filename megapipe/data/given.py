@@ -125,9 +125,12 @@ def _divided(file: TokenFile, config: DataConfig) -> dict[Split, Stream]:
 
 
 def _cut(file: TokenFile, fraction: float) -> tuple[int | None, int]:
-    """The sequence and the token that the held-out part begins with: those of a document, the
-    nearest with tokens on both sides of its beginning. Where there is none, as all tokens are of
-    one document, it is cut at a token, which begins no sequence."""
+    """Return the sequence and the token that the held-out part begins with.
+
+    They are the beginning of a document that has tokens on both sides, the nearest to the share
+    that is wanted. Where all tokens are of one document, that is cut at a token, which begins no
+    sequence.
+    """
     total, documents = len(file.tokens), len(file)
 
     def begin(document: int) -> int:

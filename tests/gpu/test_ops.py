@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -47,22 +48,26 @@ def kernel_of(purpose: str, name: str, offered: list[Any]) -> Any:
         pytest.skip(str(error))
 
 
-def assert_as_good(
-    found: list[Tensor], usual: list[Tensor], exact: list[Tensor], *, at_worst: float = 2.0
-) -> None:
-    """At its worst place at most `at_worst` times as far from the exact result as torch's own
-    kernel is at its own."""
-    for i, (got, plain, right) in enumerate(zip(found, usual, exact, strict=True)):
+def assert_as_good(found: list[Tensor], usual: list[Tensor], exact: list[Tensor]) -> None:
+    """Assert that each result's worst error is at most twice that of torch's own kernel."""
+    for i, ratio in enumerate(worst_errors(found, usual, exact)):
+        assert ratio <= 2, f"result {i}: {ratio:.3g} times as far off"
+
+
+def worst_errors(found: list[Tensor], usual: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Return each result's worst error over that of torch's own kernel, or over rounding."""
+    ratios = []
+    for got, plain, right in zip(found, usual, exact, strict=True):
         error = (got.double() - right).abs().max().item()
         rounding = torch.finfo(got.dtype).eps * right.abs().max().item()
-        allowed = at_worst * max((plain.double() - right).abs().max().item(), rounding)
-        assert error <= allowed, f"result {i}: {error:.3g} off, at most {allowed:.3g}"
+        ratios.append(error / max((plain.double() - right).abs().max().item(), rounding))
+    return ratios
 
 
 def assert_as_good_on_average(
     found: list[Tensor], usual: list[Tensor], exact: list[Tensor]
 ) -> None:
-    """At most twice as far by the root of the mean square, which chance hardly moves."""
+    """Assert the same of the root of the mean square, which chance hardly moves."""
     for i, (got, plain, right) in enumerate(zip(found, usual, exact, strict=True)):
         error, other = ((x.double() - right).square().mean().sqrt().item() for x in (got, plain))
         assert error <= 2 * other, f"result {i}: {error:.3g} off, at most {2 * other:.3g}"
@@ -178,15 +183,21 @@ def test_blocks_of_attention(name: str, dtype: torch.dtype, s: int, groups: int)
         if "self-check" in str(error):
             raise
         pytest.skip(str(error))  # what a kernel cannot do here, torch says
-    torch.manual_seed(0)
-    shapes = [(2, 8, s, 64), (2, groups, s + 500, 64), (2, groups, s + 500, 64), (2, 8, s, 64)]
-    inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-    exact = run_blocks(Explicit(), [x.double() for x in inputs], s)
-    usual = run_blocks(NarrowFactors(), inputs, s)
-    found = run_blocks(kernel, inputs, s)
-    assert_as_good_on_average(found, usual, exact)
-    # which place is the worst is chance: 0.3 to 3.7 times in fp32 (docs/benchmarks.md)
-    assert_as_good(found, usual, exact, at_worst=5.0 if name == "efficient" else 2.0)
+    # in fp32 the worst place of one draw is chance (docs/benchmarks.md)
+    draws = 25 if dtype == torch.float32 else 1
+    ratios = []
+    for seed in range(draws):
+        torch.manual_seed(seed)
+        keys = (2, groups, s + 500, 64)
+        shapes = [(2, 8, s, 64), keys, keys, (2, 8, s, 64)]
+        inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+        exact = run_blocks(Explicit(), [x.double() for x in inputs], s)
+        usual = run_blocks(NarrowFactors(), inputs, s)
+        found = run_blocks(kernel, inputs, s)
+        assert_as_good_on_average(found, usual, exact)
+        ratios.append(worst_errors(found, usual, exact))
+    for i, of_draws in enumerate(zip(*ratios, strict=True)):
+        assert statistics.median(of_draws) <= 2, f"result {i}: {of_draws} times as far off"
 
 
 def run_packs(

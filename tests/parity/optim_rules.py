@@ -30,8 +30,8 @@ RATES = (1e-2, 2e-2, 5e-3)
 
 
 def model(dtype: str = "fp64") -> ModelConfig:
-    """Every kind of parameter: two queries to a key, a padded vocabulary, positions, gated MLPs,
-    biases, a free head."""
+    """Describe a model with every kind of parameter: two queries to a key, a padded vocabulary,
+    positions, gated MLPs, biases, a free head."""
     config = ModelConfig(
         layers=2,
         hidden=12,

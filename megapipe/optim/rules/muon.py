@@ -81,7 +81,7 @@ class Muon(Rule):
                 part.grad.copy_(average)
 
     def _orthogonal(self, whole: Tensor, spec: LocalParameter) -> Tensor:
-        """The matrices of `whole` made orthogonal, each by itself."""
+        """Make the matrices of `whole` orthogonal, each by itself."""
         joined = self._joined(spec)
         if joined is None:
             return orthogonalise(whole)
@@ -95,12 +95,12 @@ class Muon(Rule):
         return torch.cat(parts, dim=1).view_as(whole)
 
     def _joined(self, spec: ParameterSpec) -> JoinedHeads | None:
-        """Of what the matrix consists that is split."""
+        """Return how the matrix is to be split; None if it is one."""
         return None if self.config.muon_split == "none" else spec.joined
 
     def _factors(self, spec: LocalParameter) -> float | Tensor:
-        """Factor of the learning rate of a matrix, or those of the rows of this rank's region where
-        they differ: [rows, 1]."""
+        """Return the factor of a matrix' learning rate, or where matrices of it differ the factors
+        of this rank's rows: [rows, 1]."""
         columns, joined = spec.shape[-1], self._joined(spec)
         if joined is None:
             return self._factor(spec.shape[-2], columns)
@@ -115,7 +115,7 @@ class Muon(Rule):
         return rows.repeat(spec.sizes[0] // joined.rows).unsqueeze(1)
 
     def _factor(self, rows: int, columns: int) -> float:
-        """That of a matrix [rows, columns]."""
+        """Return the factor of the learning rate of a matrix [rows, columns]."""
         if self.config.muon_adjust == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))

@@ -22,7 +22,7 @@ from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.buffers import Entry
 
 Function = Callable[[Tensor, LocalParameter], Tensor]
-"""Of a whole matrix [..., m, n]; it keeps shape and type."""
+"""A function of a whole matrix [..., m, n], which keeps shape and type."""
 
 
 def gather_local(
