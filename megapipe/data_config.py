@@ -14,6 +14,11 @@ ONLY = ""
 """The name of a single source, ``data.source``, which the user gives none."""
 
 
+def source_key(name: str) -> str:
+    """The key of a source that is trained on, by its name."""
+    return "data.source" if name == ONLY else f"data.mixture.{name}.source"
+
+
 def _rising(pairs: list[list[float]]) -> list[list[float]]:
     steps = [step for step, _ in pairs]
     whole = all(step == int(step) and step < 2**53 for step in steps)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.data.batch import Batches, Mixing, Source
-from megapipe.data.dataset import Corpus, Dataset, Split, Stream, TokenDataset
+from megapipe.data.dataset import Corpus, Dataset, Split, Stream, TokenDataset, TooShort
 from megapipe.data.fill_in_the_middle import (
     MARKS,
     FillInTheMiddle,
@@ -33,7 +34,7 @@ from megapipe.data.sources import HeldOut, Sources
 from megapipe.data.stored import Room
 from megapipe.data.supervised import ExampleDataset
 from megapipe.data.tokenizer import Tokenizer
-from megapipe.data_config import DataConfig
+from megapipe.data_config import DataConfig, source_key
 from megapipe.errors import CheckpointError, DataError
 from megapipe.left_out import LeftOut
 
@@ -85,19 +86,23 @@ def build_batches(
         )
 
     def scored(held_out: HeldOut) -> HeldOutBatches:
-        dataset = _cut(held_out.part, config, tokenizer, keep_last=True, change=None, room=room)
-        source = Source(dataset, partial(_once, 0, len(dataset)), held_out.name)
-        return HeldOutBatches(held_out.name, held_out.split, batches([source]))
+        name, split = held_out.name, held_out.split
+        with _in_words_of_the_user(config.data, name, split):
+            dataset = _cut(held_out.part, config, tokenizer, keep_last=True, change=None, room=room)
+        source = Source(dataset, partial(_once, 0, len(dataset)), name)
+        return HeldOutBatches(name, split, batches([source]))
 
     parts = {name: _trained_on(corpus) for name, corpus in sources.training.items()}
     if config.data.samples == "megatron":
         training = batches(*_in_megatrons_order(config, parts, past, room))
     else:
         change = _rearranging(config, tokenizer)
-        cut = {
-            name: _cut(part, config, tokenizer, keep_last=False, change=change(name), room=room)
-            for name, part in parts.items()
-        }
+        cut = {}
+        for name, part in parts.items():
+            with _in_words_of_the_user(config.data, name):
+                cut[name] = _cut(
+                    part, config, tokenizer, keep_last=False, change=change(name), room=room
+                )
         shuffled = [
             Source(dataset, partial(order, config.run.seed, len(dataset)), name)
             for name, dataset in cut.items()
@@ -121,6 +126,27 @@ def _rearranging(config: Config, tokenizer: Tokenizer) -> Callable[[str], FillIn
     marks = marks_of(data, tokenizer)
     rates, seed = (data.fim_rate, data.fim_spm_rate), config.run.seed
     return lambda source: FillInTheMiddle(marks, tokenizer.eod, *rates, seed, source)
+
+
+@contextmanager
+def _in_words_of_the_user(data: DataConfig, name: str, split: Split = "train") -> Iterator[None]:
+    """Name a source that is too short for a sample by its keys, where its file is in the cache."""
+    try:
+        yield
+    except TooShort as error:
+        held_out = data.validation if split == "validation" else data.test
+        if split != "train" and held_out:
+            raise DataError(f"data.{split}.{name}={held_out[name]} {error.what}") from error
+        source = f"{source_key(name)}={data.sources[name].source}"
+        if split == "train":
+            raise DataError(f"{source} {error.what}") from error
+        if data.split is not None:
+            where = f"the {split} part of {source} (data.split={data.split})"
+            raise DataError(f"{where} {error.what}") from error
+        raise DataError(
+            f"what data.validation_fraction={data.validation_fraction:g} holds out of {source} "
+            f"{error.what}, or a larger data.validation_fraction, or data.validation.NAME"
+        ) from error
 
 
 def _cut(
@@ -155,9 +181,11 @@ def _cut(
 
 def _check_whole(part: Stream, data: DataConfig) -> None:
     if not part.sequences:
-        raise DataError(
-            f"{part.file.path} is a single document, a part of which data.samples={data.samples} "
-            "cannot take: expected data.validation, or data.validation_fraction=0"
+        raise TooShort(
+            part.file.path,
+            "has no whole document, as its only one is divided by data.validation_fraction, and "
+            f"data.samples={data.samples} takes whole ones: expected data.validation.NAME, or "
+            "data.validation_fraction=0",
         )
 
 
@@ -192,9 +220,10 @@ def _in_megatrons_order(
     found = []
     for (name, part), request in zip(parts.items(), requests, strict=True):
         assert isinstance(part, Stream), "a data set of the user's has an order of its own"
-        _check_whole(part, data)
         wanted = Request(part.sequences, train.sequence_length, request, config.run.seed)
-        indices = open_indices(part.file, wanted, cache)
+        with _in_words_of_the_user(data, name):
+            _check_whole(part, data)
+            indices = open_indices(part.file, wanted, cache)
         room.hold([part.file.offsets, indices.documents, indices.samples, indices.shuffle])
         dataset = IndexedDataset(part.file, indices, train.sequence_length)
         found.append(Source(dataset, partial(_in_order, len(dataset)), name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -13,6 +14,18 @@ from megapipe.errors import DataError
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+class TooShort(DataError):
+    """What samples are cut from has not enough for one.
+
+    Attributes:
+        what: the text of the error behind the file, which may be one that the user does not know.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path} {what}")
+        self.what = what
 
 
 class Sample(NamedTuple):
@@ -100,7 +113,7 @@ class TokenDataset:
             text is then scored to its last token) or are left out.
 
     Raises:
-        DataError: the stream is too short for a single sample.
+        TooShort: the stream has no sample.
     """
 
     def __init__(
@@ -119,10 +132,11 @@ class TokenDataset:
         if self._samples == 0:
             needed = 2 if keep_last else sequence_length + 1
             where = "" if span is None else f" from position {span.start} to {span.stop}"
-            raise DataError(
-                f"{file.path} has {labels + 1} tokens{where}, but one sample needs "
-                f"{needed} (train.sequence_length={sequence_length}): use more text"
-                + ("" if keep_last else " or shorter sequences")
+            raise TooShort(
+                file.path,
+                f"has {labels + 1} tokens{where}, but one sample needs {needed} "
+                f"(train.sequence_length={sequence_length}): use more text"
+                + ("" if keep_last else " or shorter sequences"),
             )
 
     def __len__(self) -> int:

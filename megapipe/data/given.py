@@ -21,8 +21,8 @@ from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.paths import exists, is_file, user_path
 
-TEXT_KEYS = ("subset", "dataset_split", "text_field", "cache", "workers")
-"""Keys of ``data`` that only a corpus of texts has a use for."""
+TEXT_KEYS = ("subset", "dataset_split", "text_field")
+"""Keys of ``data`` that only texts have a use for."""
 _PROBES = 64
 _PROBED = 1024
 """Places of a file that its digest covers, and tokens at each of them."""

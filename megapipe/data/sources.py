@@ -15,7 +15,7 @@ from megapipe.data.dataset import SPLITS, Corpus, Dataset, Split, Stream
 from megapipe.data.fill_in_the_middle import marks_of
 from megapipe.data.given import GivenTokens, given_tokens, is_given
 from megapipe.data.own import own_data
-from megapipe.data.prepare import prepare
+from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.remote import fetched
 from megapipe.data.supervised import Examples, left_out, prepare_examples
 from megapipe.data.tokenizer import Tokenizer
@@ -135,11 +135,12 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
         if data.samples == "supervised":
             examples = prepare_examples(given, tokenizer, progress=progress)
             if progress:
+                _tell_rows(given, examples.prepared)
                 _tell_left_out(given.source, examples, config.train.sequence_length)
             return examples
         prepared = prepare(given, tokenizer, progress=progress)
-        if progress and (rows := prepared.meta.rows) is not None:
-            _tell(rows.line(given.source, given.text_field))
+        if progress:
+            _tell_rows(given, prepared)
         return prepared
 
     def named(split: Split, given: Mapping[str, str]) -> dict[str, Corpus]:
@@ -157,6 +158,11 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
     )
 
 
+def _tell_rows(given: DataConfig, prepared: Prepared) -> None:
+    for line in prepared.meta.rows.lines(given.source, given.text_field):
+        _tell(line)
+
+
 def _tell_left_out(source: str, examples: Examples, length: int) -> None:
     parts = [part for split in SPLITS if (part := examples.part(split)) is not None]
     left = sum(left_out(part, length) for part in parts)
@@ -168,7 +174,5 @@ def _tell_left_out(source: str, examples: Examples, length: int) -> None:
         )
 
 
-def _tell(line: str | None) -> None:
-    """Print a line, if there is one, where the user sees it."""
-    if line is not None:
-        print(f"megapipe: {line}", file=sys.stderr, flush=True)
+def _tell(line: str) -> None:
+    print(f"megapipe: {line}", file=sys.stderr, flush=True)

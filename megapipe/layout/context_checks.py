@@ -10,6 +10,7 @@ from megapipe.context_config import TURNED, ContextConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import Span
 from megapipe.model.interface import Family
+from megapipe.unused_keys import refuse_unused
 from megapipe.words import choices, either, multiples
 
 WITH_LSE = ("auto", "flash", "efficient", "cudnn", "flash_attn")
@@ -102,12 +103,8 @@ def _check_effect(context: ContextConfig, split: Split) -> None:
         ),
         ("ranks", both, "both a ring of ranks and context.ulysses above 1"),
     ):
-        given, default = getattr(context, key), ContextConfig.model_fields[key].default
-        if given != default and not acts:
-            usual = "null" if default is None else default
-            raise ConfigError(
-                f"context.{key}={given} has no effect without {needs}: expected {usual}"
-            )
+        if not acts:
+            refuse_unused("context", context, [key], f"without {needs}")
 
 
 def _check_plan(context: ContextConfig, split: Split) -> None:

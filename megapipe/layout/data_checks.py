@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from megapipe.data import given, own
 from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.mixture import weight_plan
+from megapipe.data.row_keys import check_fields, no_rows
 from megapipe.data.split import split_ranges
-from megapipe.data.unused import check_fields, no_rows, refuse_unused
-from megapipe.data_config import ONLY, DataConfig
+from megapipe.data_config import DataConfig, source_key
 from megapipe.errors import ConfigError
+from megapipe.unused_keys import refuse_unused
 from megapipe.user_code import is_source
 
 MOST_SOURCES = 255
@@ -37,13 +38,6 @@ def check_data(data: DataConfig) -> None:
         _check_megatrons(data)
     _check_fim(data)
     check_fields(data)
-    if data.samples == "supervised":
-        for name, mixed in data.mixture.items():
-            if mixed.text_field is not None:
-                raise ConfigError(
-                    f"data.mixture.{name}.text_field={mixed.text_field} is for texts, not "
-                    "data.samples=supervised: expected null"
-                )
     for key in ("mixture", "validation", "test"):
         if "" in getattr(data, key):
             raise ConfigError(f"data.{key}: a source has an empty name: expected data.{key}.NAME")
@@ -55,7 +49,7 @@ def check_data(data: DataConfig) -> None:
 def _sources(data: DataConfig) -> Iterator[tuple[str, str]]:
     """Every source with the key that names it."""
     for name, config in data.sources.items():
-        yield ("data.source" if name == ONLY else f"data.mixture.{name}.source"), config.source
+        yield source_key(name), config.source
     for split, named in (("validation", data.validation), ("test", data.test)):
         for name, source in named.items():
             yield f"data.{split}.{name}", source
@@ -64,10 +58,7 @@ def _sources(data: DataConfig) -> Iterator[tuple[str, str]]:
 def _check_mixture(data: DataConfig) -> None:
     mixture = data.mixture
     if not mixture:
-        if data.temperature != 1:
-            raise ConfigError(
-                f"data.temperature={data.temperature} is for data.mixture: expected 1 without"
-            )
+        refuse_unused("data", data, ["temperature"], "without data.mixture")
         return
     if data.source != DataConfig.model_fields["source"].default:
         raise ConfigError(
@@ -75,11 +66,7 @@ def _check_mixture(data: DataConfig) -> None:
             "them"
         )
     for key in ("subset", "dataset_split"):
-        if getattr(data, key) is not None:
-            raise ConfigError(
-                f"data.{key}={getattr(data, key)} is for data.source: expected "
-                f"data.mixture.NAME.{key}"
-            )
+        refuse_unused("data", data, [key], "with data.mixture", f", and data.mixture.NAME.{key}")
     if len(mixture) > MOST_SOURCES:
         raise ConfigError(
             f"data.mixture has {len(mixture)} sources: expected {MOST_SOURCES} at most"
@@ -121,7 +108,7 @@ def _check_megatrons(data: DataConfig) -> None:
 
 def _check_fim(data: DataConfig) -> None:
     if not data.fim_rate:
-        refuse_unused(data, ("fim_tokens", "fim_spm_rate"), "data.fim_rate above 0")
+        refuse_unused("data", data, ["fim_tokens", "fim_spm_rate"], "without data.fim_rate above 0")
         return
     if data.samples not in ("stateless", "packed"):
         raise ConfigError(
@@ -136,38 +123,26 @@ def _check_fim(data: DataConfig) -> None:
 
 
 def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> None:
-    """Of keys that are for sources of one kind, those that `source` has no use for are refused;
-    keys that another source may use, only if it is alone."""
-    unused: Sequence[str] = ()
-    refused: Sequence[str] = ()
+    """Refuse keys that have no effect on a source of its kind: those that another source may use,
+    only if it is alone."""
+    texts: Sequence[str] = ()
+    trained: Sequence[str] = ()
     instead = ""
     if is_source(source):
         own.load(source, ConfigError)
-        what, unused, refused = (
-            "a data set of your own",
-            (*own.CORPUS_KEYS, "fim_rate"),
-            ("split", "samples"),
-        )
+        what = "a data set of your own"
+        texts, trained = (*own.CORPUS_KEYS, "fim_rate"), ("split", "samples")
     elif given.is_given(source):
-        what, unused = "a token file", given.TEXT_KEYS
-        if data.samples != "stateless":  # which are made from indices that are kept
-            unused = [key for key in unused if key != "cache"]
+        what, texts = "a token file", given.TEXT_KEYS
     elif "://" in source:  # what it is will be known when it is here
         return
     else:
-        what, refused = "texts", ("split",)
+        what, trained = "texts", ("split",)
         instead = ", and data.validation_fraction, data.validation.NAME or data.test.NAME"
     if data.samples == "supervised" and (given.is_given(source) or is_standard_library(source)):
         raise no_rows(key, source)
-    trained_on = key == "data.source" or key.startswith("data.mixture.")
-    for names, kind, wrong in (
-        (unused, "a corpus", alone),
-        (refused, "token files", trained_on),
-    ):
-        for name in names if wrong else ():
-            value, default = getattr(data, name), DataConfig.model_fields[name].default
-            if value != default:
-                raise ConfigError(
-                    f"data.{name}={value} is for {kind}, and {key}={source} is {what}: "
-                    f"expected {'null' if default is None else default}{instead}"
-                )
+    why = f"with {key}={source}, which is {what}"
+    if alone:
+        refuse_unused("data", data, texts, why, instead)
+    if key == "data.source" or key.startswith("data.mixture."):
+        refuse_unused("data", data, trained, why, instead)

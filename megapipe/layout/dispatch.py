@@ -11,6 +11,7 @@ from megapipe.layout.layout import DeviceKind
 from megapipe.model.gpt.moe_checks import experts_in
 from megapipe.model.interface import Family
 from megapipe.strict_yaml import text_of
+from megapipe.unused_keys import refuse_unused
 from megapipe.words import either
 
 MOST_CHUNKS = 8
@@ -72,7 +73,6 @@ def _bytes(config: Config, form: str, device: DeviceKind) -> int:
 def check_effect(config: Config, key: str) -> None:
     """Refuse a key of the section that has no effect."""
     experts, moe, parallel = config.experts, config.model.moe, config.parallel
-    value, default = getattr(experts, key), ExpertsConfig.model_fields[key].default
     needed = None
     if moe.experts is None:
         needed = "model.moe.experts"
@@ -86,11 +86,8 @@ def check_effect(config: Config, key: str) -> None:
         needed = "experts.dispatch=hierarchical"
     elif key == "topology" and not moe.balance:
         needed = "model.moe.balance"
-    if needed and value != default:
-        raise ConfigError(
-            f"experts.{key}={text_of(value)} has no effect without {needed}: expected "
-            f"{text_of(default)}, or that"
-        )
+    if needed:
+        refuse_unused("experts", experts, [key], f"without {needed}")
 
 
 def check_dispatch(config: Config) -> None:

@@ -12,6 +12,7 @@ from megapipe.model.gpt.moe import routing_of
 from megapipe.model.gpt.moe_checks import check_experts as check_numbers
 from megapipe.model.gpt.moe_checks import experts_in
 from megapipe.strict_yaml import text_of
+from megapipe.unused_keys import refuse_unused
 from megapipe.words import choices, multiples
 
 
@@ -34,12 +35,7 @@ def _check_ranks(config: Config, dp: int) -> None:
     moe, optimizer, parallel = config.model.moe, config.optimizer, config.parallel
     ep, etp, tp = parallel.ep, parallel.etp, parallel.tp
     if moe.experts is None:
-        for key, value in (("ep", ep), ("etp", etp)):
-            if value > 1:
-                raise ConfigError(
-                    f"parallel.{key}={value} has no effect without model.moe.experts: expected 1, "
-                    "or that"
-                )
+        refuse_unused("parallel", parallel, ["ep", "etp"], "without model.moe.experts")
         return
     block = dp * parallel.cp * tp
     if block % (ep * etp):
@@ -88,9 +84,7 @@ def _check_upcycle(config: Config) -> None:
         ("checkpoint.load", config.checkpoint.load),
     ):
         if value is None:
-            raise ConfigError(
-                f"checkpoint.upcycle=true has no effect without {key}: expected false, or that"
-            )
+            refuse_unused("checkpoint", config.checkpoint, ["upcycle"], f"without {key}")
     if config.lora.rank is not None:
         raise ConfigError(
             "checkpoint.upcycle=true begins with new routers, which lora.rank="

@@ -12,6 +12,7 @@ from megapipe.model.gpt.family import GPT
 from megapipe.model.gpt.lora import resolved_targets
 from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.model.interface import Conditions, Family
+from megapipe.unused_keys import refuse_unused
 from megapipe.user_code import UserCode
 
 OWN_KEYS = ("source", "options", "vocab_size", "dtype")
@@ -61,13 +62,7 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
 def resolved_lora(lora: LoraConfig, model: ModelConfig) -> LoraConfig:
     """The section with the targets by name; raises :class:`ConfigError` for what has no effect."""
     if lora.rank is None:
-        for key, field in LoraConfig.model_fields.items():
-            given = getattr(lora, key)
-            if given != field.default:
-                raise ConfigError(
-                    f"lora.{key}={strict_yaml.text_of(given)} has no effect without lora.rank: "
-                    f"expected {strict_yaml.text_of(field.default)}, or that"
-                )
+        refuse_unused("lora", lora, [*LoraConfig.model_fields], "without lora.rank")
         return lora
     if model.source is not None:
         return lora

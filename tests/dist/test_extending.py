@@ -138,8 +138,7 @@ def test_the_tables_name_what_there_is() -> None:
     words = set(re.findall(r"`([\w.]+)`", SECTIONS["Data set"]))
     assert words >= set(DATA_ARGUMENTS)
     assert {f"data.{CORPUS_KEYS[0]}", *CORPUS_KEYS[1:]} <= words
-    for key in ("subset", "cache"):
-        assert key in DataConfig.model_fields
+    assert set(CORPUS_KEYS) <= set(DataConfig.model_fields)
     for key in re.findall(r"^\| `(\w+\.\w+)` \|", PAGE, re.MULTILINE):
         section, _, name = key.partition(".")
         assert name in getattr(Config(), section).model_dump()

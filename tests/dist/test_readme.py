@@ -6,22 +6,18 @@ a cluster, Docker or the hub is looked at as text.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 
 from megapipe.cli import parse
+from tests.parity.clone import make_clone, run
 from tests.parity.marks import in_parts
+from tests.parity.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,8 +27,6 @@ SHORT = (
     "train.steps=3 train.sequence_length=32 train.validation_samples=8 data.source=text.jsonl "
     "log.every=1"
 )
-CONSOLE = "import sys\nfrom megapipe.console import main\nsys.exit(main())\n"
-"""What pip writes for an entry point."""
 
 
 def commands(*, here: bool) -> list[str]:
@@ -40,15 +34,8 @@ def commands(*, here: bool) -> list[str]:
     found = []
     for section in re.split(r"^## ", README, flags=re.MULTILINE):
         if (section.partition("\n")[0] not in ELSEWHERE) == here:
-            found += commands_in(section)
+            found += blocks(section)
     return found
-
-
-def commands_in(text: str) -> list[str]:
-    """The commands of blocks for a shell, comments and line breaks taken out."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.join(shlex.split(line, comments=True)) for line in lines]
 
 
 def trains(command: str) -> bool:
@@ -59,53 +46,12 @@ def trains(command: str) -> bool:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What git has of this tree, with a .venv that is complete: the packages of this one."""
-    files = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    ).stdout.splitlines()
-    if not files:
-        pytest.skip("not a git work tree")
+    """What a fresh clone has, and a text."""
     clone = tmp_path / "megapipe"
-    for name in files:
-        if (ROOT / name).is_file():
-            (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, clone / name)
-    venv.create(clone / ".venv")
-    (site,) = (clone / ".venv").glob("lib/python*/site-packages")
-    (site / "packages.pth").write_text(f"{clone}\n{sysconfig.get_path('purelib')}\n")
-    console = clone / ".venv/bin/megapipe"
-    console.write_text(f"#!{clone}/.venv/bin/python\n{CONSOLE}")
-    console.chmod(0o755)
-    digest = hashlib.sha256(os.fsencode(clone))
-    for name in ("constraints.txt", "pyproject.toml"):
-        digest.update((clone / name).read_bytes())
-    (clone / ".venv/megapipe.stamp").write_text(f"{digest.hexdigest()}\n")
+    make_clone(clone)
     lines = [f'{{"text": "def f{i}(x):\\n    return x + {i}\\n"}}\n' for i in range(400)]
     (clone / "text.jsonl").write_text("".join(lines))
     return clone
-
-
-def run(clone: Path, script: list[str]) -> str:
-    """Run commands in one shell that stops at the first that fails; what they print."""
-    kept = ("HOME", "LANG", "LC_ALL", "TMPDIR")
-    done = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", "\n".join(script)],
-        cwd=clone,
-        env={
-            **{name: os.environ[name] for name in kept if name in os.environ},
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "HF_HUB_OFFLINE": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.mark.full
@@ -146,7 +92,7 @@ def test_commands_work_one_after_the_other(clone: Path, run_name: str) -> None:
 
 
 def test_the_page_on_streams_trains_as_the_readme_does() -> None:
-    shown = commands_in((ROOT / "docs/streams.md").read_text(encoding="utf-8"))
+    shown = blocks((ROOT / "docs/streams.md").read_text(encoding="utf-8"))
     training = [command for command in shown if trains(command)]
     assert training
     assert {*training} <= {*commands(here=True)}

@@ -63,7 +63,7 @@ def test_layouts_and_places_change_nothing(prefix: Path, tmp_path: Path) -> None
 def test_a_key_for_texts_is_refused(prefix: Path, tmp_path: Path) -> None:
     given = {**settings(tmp_path, prefix), "data.text_field": "content"}
     outcome = run_forked(tmp_path, 1, *arguments(given))
-    outcome.assert_one_line(2, "data.text_field=content is for a corpus", "is a token file")
+    outcome.assert_one_line(2, "data.text_field=content has no effect", "is a token file")
 
 
 def test_a_half_of_the_file_is_missed(prefix: Path, tmp_path: Path) -> None:

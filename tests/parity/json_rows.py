@@ -12,6 +12,7 @@ from megapipe.data_config import DataConfig
 from tests.unit.data.data_cases import TEXTS
 
 ROWS = [{"text": text} for text in TEXTS] + [{"text": None}]
+EMPTY = sum(not row["text"] for row in ROWS)
 OTHER = {"body": "another"}
 
 
@@ -19,5 +20,5 @@ def lines(rows: list[Any]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-def counted(source: str, **given: Any) -> RowCount | None:
+def counted(source: str, **given: Any) -> RowCount:
     return prepare(DataConfig(source=source, **given), ByteTokenizer(), progress=False).meta.rows

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from megapipe.command_line import Parser
 from megapipe.data.given import is_given
-from megapipe.data.unused import check_fields
+from megapipe.data.row_keys import check_fields
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 from megapipe.keys import expected

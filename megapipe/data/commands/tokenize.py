@@ -20,10 +20,10 @@ from megapipe.data.prepare import prepare
 from megapipe.data.prepare.file import prepare_file
 from megapipe.data.prepare.sizes import Sizes
 from megapipe.data.remote import fetched
+from megapipe.data.row_keys import OF_EXAMPLES, no_rows
 from megapipe.data.supervised import prepare_examples
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens.format import without_suffix
-from megapipe.data.unused import OF_EXAMPLES, no_rows
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 
@@ -46,7 +46,7 @@ def run(given: argparse.Namespace) -> None:
         output = without_suffix(given.output)
         made = prepare_file(config, tokenizer, output)
         where, entropy = f"{output}.bin, {output}.idx", made.entropy
-        line = made.rows.line(config.source, config.text_field)
+        rows = made.rows
         sides = {"all": made.sizes}
     else:
         if examples:
@@ -55,7 +55,7 @@ def run(given: argparse.Namespace) -> None:
             prepared = prepare(config, tokenizer)
         meta = prepared.meta
         where, entropy = str(prepared.folder), prepared.entropy
-        line = None if meta.rows is None else meta.rows.line(config.source, config.text_field)
+        rows = meta.rows
         sides = {"train": meta.train}
         if meta.validation is not None:
             sides["validation"] = meta.validation
@@ -64,7 +64,7 @@ def run(given: argparse.Namespace) -> None:
         print(f"{name:10}  {_line_of_examples(sizes) if examples else _line(sizes)}")
     if not examples:  # of all tokens, it says nothing of those that are labels
         print(f"{'entropy':10}  {entropy:.4f} nats per token (unigram)")
-    if line is not None:
+    for line in rows.lines(config.source, config.text_field):
         print(line)
 
 

@@ -145,7 +145,8 @@ class RowGroups:
     rows: Rows
 
     def pieces(self, count: RowCount) -> Iterator[Piece]:
-        return _pieces(tables.of_row_groups(self.path, self.groups, self.rows), self.rows)
+        texts = tables.of_row_groups(self.path, self.groups, self.rows, count)
+        return _pieces(texts, self.rows)
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,11 @@ def parts(config: DataConfig, rows: Rows | None = None) -> Iterator[Part]:
     if files.is_standard_library(config.source):
         yield from _grouped(files.standard_library(), PART, skip_other_encodings=True)
         return
-    found = files.local(config.source)
+    found, count = files.local(config.source), RowCount()
     if found is None or (config.dataset_split and not _is_saved(found)):
-        yield from _of_stream(tables.of_data_set(config, rows), rows)
+        yield from _of_stream(tables.of_data_set(config, rows, count), rows, count)
     elif _is_saved(found):
-        yield from _of_stream(tables.of_saved(found[0], config, rows), rows)
+        yield from _of_stream(tables.of_saved(found[0], config, rows, count), rows, count)
     else:
         waiting: list[Path] = []
         size = max(PART, (total_bytes(config) or 0) // MOST_PARTS)
@@ -270,7 +271,7 @@ def _of_json(path: Path, rows: Rows, _: int) -> Iterator[Texts]:
     with opened(path) as file:
         count = RowCount()
         texts = json_rows.of_values(file.content, rows.reader(f"corpus file {path}", count))
-        yield from _of_stream(texts, rows, file.raw.tell, count)
+        yield from _of_stream(texts, rows, count, file.raw.tell)
 
 
 def _of_parquet(path: Path, rows: Rows, size: int) -> Iterator[RowGroups]:
@@ -283,12 +284,11 @@ def _of_parquet(path: Path, rows: Rows, size: int) -> Iterator[RowGroups]:
 def _of_stream(
     texts: Iterable[str],
     rows: Rows,
+    count: RowCount,
     bytes_read: Callable[[], int] = lambda: 0,
-    count: RowCount | None = None,
 ) -> Iterator[Texts]:
-    """Parts of some characters; `bytes_read` tells how far the corpus was read, and `count` has
-    the rows since the last part."""
-    count = RowCount() if count is None else count
+    """Parts of some characters; `count` has the rows since the last part, and `bytes_read` tells
+    how far the corpus was read."""
     waiting: list[str] = []
     size = before = 0
 
@@ -297,7 +297,7 @@ def _of_stream(
         at = bytes_read()
         made = Texts(tuple(waiting), at - before, rows, replace(count))
         waiting, size, before = [], 0, at
-        count.rows = count.lacking = 0
+        vars(count).update(vars(RowCount()))
         return made
 
     for text in texts:

@@ -58,8 +58,8 @@ class Field:
         """
         if not isinstance(row, dict):
             raise no_object(self.origin, row, line)
-        self._count.rows += 1
         if self.name not in row:
+            self._count.rows += 1
             self._count.lacking += 1
             self._others = self._others or list(row)
             return None
@@ -70,7 +70,7 @@ class Field:
                 f"{self.origin}: field {self.name!r} (data.text_field) holds {kind_of(value)}, no "
                 f"text, in line {line}"
             )
-        return value
+        return self._count.taken(value)
 
     def finish(self) -> None:
         """Raise a DataError if there were rows, and none of them had the field. It is asked after

@@ -1,27 +1,64 @@
-"""How many rows of a corpus have no text."""
+"""What of a corpus has no text that could be tokenized."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+_HALVES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass
 class RowCount:
-    """Rows of JSON that were read, and those of them that lack the field of their text."""
+    """Rows of JSON and tables that were read, and what of them was left out or replaced."""
 
     rows: int = 0
     lacking: int = 0
+    """Rows without the field of their text."""
+    empty: int = 0
+    """Rows whose field holds null or an empty text."""
+    halves: int = 0
+    """Halves of surrogate pairs, which JSON may spell and UTF-8 may not, read as "?"."""
 
     def add(self, other: RowCount) -> None:
         """Count what `other` has counted too."""
-        self.rows += other.rows
-        self.lacking += other.lacking
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
-    def line(self, source: str, field: str) -> str | None:
-        """A line for the user on the rows of `source`; None where none is left out."""
-        if not self.lacking:
-            return None
-        return (
-            f"{self.lacking:,} of {self.rows:,} rows of {source} have no field {field!r} "
-            "(data.text_field): they are left out"
-        )
+    def taken(self, text: str | None) -> str | None:
+        """Count a row that has the field, and return its text."""
+        self.rows += 1
+        self.empty += not text
+        return text
+
+    def sound(self, text: str) -> str:
+        """The text with halves of surrogate pairs replaced, and counted."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.halves += len(_HALVES.findall(text))
+            return text.encode("utf-8", "replace").decode()
+        return text
+
+    def lines(self, source: str, field: str) -> Iterator[str]:
+        """A line for the user on each kind of loss that there is.
+
+        Args:
+            source: ``data.source``.
+            field: ``data.text_field``.
+        """
+        for count, what in (
+            (self.lacking, f"no field {field!r}"),
+            (self.empty, f"no text in field {field!r}"),
+        ):
+            if count:
+                yield (
+                    f"{count:,} of {self.rows:,} rows of {source} have {what} (data.text_field): "
+                    "they are left out"
+                )
+        if self.halves:
+            yield (
+                f"{self.halves:,} characters of {source} are halves of surrogate pairs (such as "
+                "\\ud83d alone), which are no text: each is read as ?"
+            )

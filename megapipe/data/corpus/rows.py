@@ -26,8 +26,9 @@ class Rows(Protocol):
         """The columns of a table of that ``pyarrow.Schema`` that it needs. Raises DataError if they
         are not there, or hold something else."""
 
-    def of_table(self, origin: str, table: Any, first: int) -> Iterator[str]:
-        """The documents of a table of these columns, whose first row has the number `first`."""
+    def of_table(self, origin: str, table: Any, first: int, count: RowCount) -> Iterator[str]:
+        """The documents of a table of these columns, whose first row has the number `first`; rows
+        that lack one are counted."""
 
     def pieces(self, document: str) -> Iterator[Piece]:
         """A document in the pieces that are tokenized."""
@@ -61,8 +62,8 @@ class TextRows:
             )
         return [self.field]
 
-    def of_table(self, origin: str, table: Any, first: int) -> Iterator[str]:
-        return (text for text in table.column(0).to_pylist() if text is not None)
+    def of_table(self, origin: str, table: Any, first: int, count: RowCount) -> Iterator[str]:
+        return filter(None, map(count.taken, table.column(0).to_pylist()))
 
     def pieces(self, document: str) -> Iterator[Piece]:
         return cut([document])

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.corpus.rows import Rows
 from megapipe.data.hub import check_reachable
 from megapipe.data_config import DataConfig
@@ -45,7 +46,7 @@ def row_groups(path: Path) -> list[tuple[int, int]]:
         ]
 
 
-def of_row_groups(path: Path, groups: Sequence[int], rows: Rows) -> Iterator[str]:
+def of_row_groups(path: Path, groups: Sequence[int], rows: Rows, count: RowCount) -> Iterator[str]:
     """The documents of some row groups of a parquet file, which follow one another."""
     import pyarrow.parquet as pq
 
@@ -54,11 +55,11 @@ def of_row_groups(path: Path, groups: Sequence[int], rows: Rows) -> Iterator[str
         columns = rows.columns(origin, file.schema_arrow)
         row = 1 + sum(file.metadata.row_group(i).num_rows for i in range(groups[0]))
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=columns):
-            yield from rows.of_table(origin, batch.select(columns), row)
+            yield from rows.of_table(origin, batch.select(columns), row, count)
             row += batch.num_rows
 
 
-def of_saved(path: Path, config: DataConfig, rows: Rows) -> Iterator[str]:
+def of_saved(path: Path, config: DataConfig, rows: Rows, count: RowCount) -> Iterator[str]:
     """The documents of a folder that `datasets` has saved."""
 
     def load() -> Any:
@@ -69,10 +70,10 @@ def of_saved(path: Path, config: DataConfig, rows: Rows) -> Iterator[str]:
                 return next(iter(saved.values()))
         return _split_of(saved, config, path)
 
-    return _of_data_set(f"corpus {path}", rows, load)
+    return _of_data_set(f"corpus {path}", rows, count, load)
 
 
-def of_data_set(config: DataConfig, rows: Rows) -> Iterator[str]:
+def of_data_set(config: DataConfig, rows: Rows, count: RowCount) -> Iterator[str]:
     """The documents of a data set that `datasets` opens: on the hub, or a folder as on the hub."""
     local = user_path(config.source)
     if exists(local):
@@ -87,7 +88,7 @@ def of_data_set(config: DataConfig, rows: Rows) -> Iterator[str]:
         )
         return _split_of(opened, config, name)
 
-    return _of_data_set(f"corpus {config.source!r}", rows, load)
+    return _of_data_set(f"corpus {config.source!r}", rows, count, load)
 
 
 def _split_of(splits: Any, config: DataConfig, name: object) -> Any:
@@ -99,13 +100,15 @@ def _split_of(splits: Any, config: DataConfig, name: object) -> Any:
     return splits[wanted]
 
 
-def _of_data_set(origin: str, rows: Rows, load: Callable[[], Any]) -> Iterator[str]:
+def _of_data_set(
+    origin: str, rows: Rows, count: RowCount, load: Callable[[], Any]
+) -> Iterator[str]:
     """The documents of the data set that `load` opens."""
     with reading(origin):
         row = 1
         for table in load().with_format("arrow").iter(batch_size=_ROWS):
             columns = rows.columns(origin, table.schema)
-            yield from rows.of_table(origin, table.select(columns), row)
+            yield from rows.of_table(origin, table.select(columns), row, count)
             row += table.num_rows
 
 

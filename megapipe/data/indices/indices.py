@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megapipe.data.dataset import TooShort
 from megapipe.data.indices.counts import Counts
 from megapipe.data.indices.folder import Form, Save, stored_arrays
 from megapipe.data.indices.samples import sample_index
@@ -80,8 +81,9 @@ def open_indices(
 
     Raises:
         ConfigError: a seed that NumPy does not take.
-        DataError: the split has too few tokens, the token file is damaged, the cache cannot be
-            written, or what is there is damaged.
+        TooShort: the split has too few tokens.
+        DataError: the token file is damaged, the cache cannot be written, or what is there is
+            damaged.
     """
     generator(request.seed)  # a seed that it does not take is refused before anything is written
     tokens = _tokens(file, request.sequences)
@@ -91,7 +93,7 @@ def open_indices(
         )
     except DataError as error:
         where = f"sequences {request.sequences.start} to {request.sequences.stop}"
-        raise DataError(f"{file.path}, {where}: {error}") from error
+        raise TooShort(file.path, f"({where}) has {error}") from error
 
     def compute(save: Save) -> None:
         lengths = _lengths(file, request.sequences, tokens)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.data.dataset import Stream
+from megapipe.data.dataset import Stream, TooShort
 from megapipe.data.indices.folder import Save, stored_arrays
 from megapipe.data.packing.best_fit import Numbers, best_fit
 from megapipe.data.stored import Array, StoredArray
@@ -60,8 +60,9 @@ def open_packing(stream: Stream, rule: Rule, cache: Path) -> Packing:
     a sample.
 
     Raises:
-        DataError: there is nothing to pack, a sample has no room for more than what is spare, the
-            token file is damaged, the cache cannot be written, or what is there is damaged.
+        TooShort: there is nothing to pack.
+        DataError: a sample has no room for more than what is spare, the token file is damaged, the
+            cache cannot be written, or what is there is damaged.
     """
     if rule.length <= rule.spare:
         raise DataError(
@@ -72,7 +73,7 @@ def open_packing(stream: Stream, rule: Rule, cache: Path) -> Packing:
     def compute(save: Save) -> None:
         found = _pack(stream, rule)
         if not len(found["starts"]):
-            raise DataError(_nothing(stream, rule))
+            raise TooShort(stream.file.path, _nothing(stream, rule))
         for name, array in found.items():
             save(name, array)
 
@@ -130,10 +131,11 @@ def _pieces(first: Numbers, positions: Numbers, length: int) -> tuple[Numbers, N
 
 def _nothing(stream: Stream, rule: Rule) -> str:
     if rule.cut:
-        return f"{stream.file.path} has no document of 2 tokens or more to pack: use more text"
+        return "has no document of 2 tokens or more to pack: use more text"
     return (
-        f"{stream.file.path}: all of its {len(stream.sequences)} examples are longer than "
-        f"train.sequence_length={rule.length}: expected a larger one"
+        f"has no example that train.sequence_length={rule.length} has room for, as "
+        f"{'its only one is' if len(stream.sequences) == 1 else f'all {len(stream.sequences)} are'}"
+        " longer: expected a larger one"
     )
 
 

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from megapipe.data.corpus import Rows, identity
 from megapipe.data.corpus.row_count import RowCount
@@ -57,8 +57,8 @@ class Meta(Section):
     """Size in bytes of each file of tokens, indices and checksums."""
     tokens: dict[str, str] | None = None
     """SHA-256, in hex, of the checksums of each token file; None in older caches, without any."""
-    rows: RowCount | None = None
-    """Rows of JSON, and those of them without a text; None in older caches."""
+    rows: RowCount = Field(default_factory=RowCount)
+    """Rows of JSON and tables, and what of them has no text; older caches do not know it."""
 
 
 @dataclass(frozen=True)

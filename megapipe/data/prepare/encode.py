@@ -8,7 +8,7 @@ at all: the index gets its name last.
 import hashlib
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,15 +35,13 @@ class Summary:
         text_bytes: bytes of each document as UTF-8 [d].
         ids: the tokens that occur, end marks included [u].
         counts: how often each of them does [u].
-        rows: rows of JSON that were read.
-        lacking: those of them without the field of their text.
+        rows: those that were read, and what of them has no text.
     """
 
     text_bytes: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
-    rows: int
-    lacking: int
+    rows: RowCount
 
 
 def prefix_of(folder: Path, number: int) -> Path:
@@ -67,7 +65,7 @@ def read_summary(prefix: Path) -> Summary:
     """The summary that was stored beside a part. Raises OSError if it is gone."""
     with np.load(summary_file(prefix)) as stored:
         arrays = stored["text_bytes"], stored["ids"], stored["counts"]
-        return Summary(*arrays, int(stored["rows"]), int(stored["lacking"]))
+        return Summary(*arrays, RowCount(*stored["rows"].tolist()))
 
 
 def summary_file(prefix: Path) -> Path:
@@ -86,7 +84,8 @@ def encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
     try:
         summary = _encode(part, tokenizer, working)
         with open(summary_file(working), "wb") as file:
-            np.savez(file, made_of=np.array(_made_of(part)), **vars(summary))
+            stored = {**vars(summary), "rows": np.array(astuple(summary.rows))}
+            np.savez(file, made_of=np.array(_made_of(part)), **stored)
         for name in (bin_of, summary_file, idx_of):
             name(working).rename(name(prefix))
         return summary
@@ -108,7 +107,7 @@ def _encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
     vocab_size = tokenizer.vocab_size
     with TokenWriter(prefix, token_type(vocab_size), vocab_size) as writer:
         for batch in batches(part.pieces(count)):
-            texts = [_sound(piece.text) for piece in batch]
+            texts = [count.sound(piece.text) for piece in batch]
             ids, lengths = [], []
             for piece, text, found in zip(batch, texts, tokenizer.encode_batch(texts), strict=True):
                 ids.append(found)
@@ -126,16 +125,7 @@ def _encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
             counts += np.bincount(together, minlength=vocab_size)
     (occurring,) = counts.nonzero()
     sizes = np.array(text_bytes, np.int64)
-    return Summary(sizes, occurring, counts[occurring], count.rows, count.lacking)
-
-
-def _sound(text: str) -> str:
-    """The text with halves of surrogate pairs, which JSON may spell and UTF-8 may not, replaced."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
-    return text
+    return Summary(sizes, occurring, counts[occurring], count)
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

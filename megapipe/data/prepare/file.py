@@ -31,7 +31,7 @@ class Made(Section):
     entropy: float
     """Unigram entropy, in nats per token."""
     rows: RowCount
-    """Rows of JSON, and those of them without a text."""
+    """Rows of JSON and tables, and what of them has no text."""
 
 
 def prepare_file(

@@ -25,7 +25,7 @@ from megapipe.errors import DataError
 
 
 class Divided(NamedTuple):
-    """Both sides, the unigram entropy of their tokens in nats per token, and rows of JSON."""
+    """Both sides, the unigram entropy of their tokens in nats per token, and their rows."""
 
     train: Sizes
     validation: Sizes | None

@@ -29,7 +29,7 @@ class Whole(NamedTuple):
     entropy: float
     """Unigram entropy, in nats per token."""
     rows: RowCount
-    """Of rows of JSON."""
+    """Of rows, and of what they lack."""
 
 
 class PartsFolder:
@@ -66,7 +66,7 @@ class PartsFolder:
                     counts[summary.ids] += summary.counts
                     documents += len(summary.text_bytes)
                     text_bytes += its_bytes
-                    rows.add(RowCount(summary.rows, summary.lacking))
+                    rows.add(summary.rows)
                     read = its_bytes if total is None else part.source_bytes
                     shown.advance(read, len(summary.text_bytes), at_once=was_there)
 

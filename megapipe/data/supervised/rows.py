@@ -44,7 +44,7 @@ class ExampleRows:
             raise DataError(f"{origin} has {self._neither(schema.names)}")
         return found
 
-    def of_table(self, origin: str, table: Any, first: int) -> Iterator[str]:
+    def of_table(self, origin: str, table: Any, first: int, count: RowCount) -> Iterator[str]:
         for number, row in enumerate(table.to_pylist(), first):
             yield self.example(row, f"{origin}: row {number}")
 

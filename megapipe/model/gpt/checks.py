@@ -4,7 +4,7 @@ from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe_checks import check_experts
 from megapipe.model.interface import Conditions
-from megapipe.strict_yaml import text_of
+from megapipe.unused_keys import refuse_unused
 from megapipe.words import choices
 
 
@@ -67,15 +67,8 @@ def _check_idle(model: ModelConfig) -> None:
         ),
         (("rotary_attention_factor",), scaling == "yarn", "model.rotary_scaling=yarn"),
     ):
-        default = {key: ModelConfig.model_fields[key].default for key in keys}
-        idle = [key for key in keys if not holds and getattr(model, key) != default[key]]
-        if idle:
-            given = ", ".join(f"model.{key}={text_of(getattr(model, key))}" for key in idle)
-            usual = " and ".join(text_of(default[key]) for key in idle)
-            raise ConfigError(
-                f"{given} {'has' if len(idle) == 1 else 'have'} no effect without {needed}: "
-                f"expected {usual}, or that"
-            )
+        if not holds:
+            refuse_unused("model", model, keys, f"without {needed}")
 
 
 def _check_rotary(model: ModelConfig) -> None:

@@ -6,6 +6,7 @@ from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.strict_yaml import text_of
+from megapipe.unused_keys import refuse_unused
 from megapipe.words import choices, counted, ranges
 
 
@@ -13,13 +14,8 @@ def check_experts(model: ModelConfig) -> None:
     """Raise :class:`ConfigError` for the first thing that is wrong in a resolved model."""
     moe = model.moe
     for key, holds, needed in _needs(moe):
-        value = getattr(moe, key)
-        default = MoEConfig.model_fields[key].get_default(call_default_factory=True)
-        if value != default and not holds:
-            raise ConfigError(
-                f"model.moe.{key}={text_of(value)} has no effect without {needed}: expected "
-                f"{text_of(default)}, or that"
-            )
+        if not holds:
+            refuse_unused("model.moe", moe, [key], f"without {needed}")
     if moe.experts is None:
         return
     _check_dense_layers(model)

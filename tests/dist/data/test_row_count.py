@@ -14,7 +14,7 @@ from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare.parts_folder import PartsFolder
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.errors import DataError
-from tests.parity.json_rows import OTHER, ROWS, counted, lines
+from tests.parity.json_rows import EMPTY, OTHER, ROWS, counted, lines
 
 BYTE = ByteTokenizer()
 
@@ -36,12 +36,12 @@ def test_of_every_kind_of_file(part: int, monkeypatch: pytest.MonkeyPatch) -> No
         "y.json": lines(rows),
     }.items():
         Path(name).write_bytes(content)
-        assert counted(name, workers=2) == RowCount(102, 41), name
+        assert counted(name, workers=2) == RowCount(102, 41, EMPTY), name
     Path("folder").mkdir()
     for name in ("a.jsonl", "b.jsonl"):
         Path("folder", name).write_bytes(lines(rows))
     Path("folder/c.txt").write_text("text")
-    assert counted("folder") == RowCount(204, 82)
+    assert counted("folder") == RowCount(204, 82, 2 * EMPTY)
 
 
 def test_work_that_is_gone_on_with_counts_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,5 +58,5 @@ def test_work_that_is_gone_on_with_counts_what_was_done(monkeypatch: pytest.Monk
     path.write_bytes(good + b" ")
     os.utime(path, ns=times)
     monkeypatch.setattr(PartsFolder, "remove", lambda self: None)
-    assert counted("x.jsonl", cache="cache") == RowCount(3 * len(ROWS) + 3, 3)
+    assert counted("x.jsonl", cache="cache") == RowCount(3 * len(ROWS) + 3, 3, 3 * EMPTY)
     assert all(file.stat().st_mtime_ns == time for file, time in done.items())

@@ -246,10 +246,17 @@ def test_ids_outside_the_vocabulary(name: str, message: str) -> None:
         ("missing", [], "module 'sets' has no function 'missing'"),
         ("unsplit", [], "it does not take split, which is train or validation"),
         ("asks", [], "its parameter path needs a default; it can be given split, sequence_length"),
-        ("counting", ["data.subset=en"], "data.subset=en is for a corpus, .*: expected null"),
-        ("counting", ["data.text_field=x"], "data.text_field=x is for a corpus, .*: expected text"),
-        ("counting", ["data.validation_fraction=0.1"], "data.validation_fraction=0.1 is for a cor"),
-        ("counting", ["data.cache=here"], "data.cache=here is for a corpus, and data.source=sets"),
+        ("counting", ["data.subset=en"], "data.subset=en has no effect with .*: expected null"),
+        (
+            "counting",
+            ["data.text_field=x"],
+            "data.text_field=x has no effect with .*: expected text",
+        ),
+        (
+            "counting",
+            ["data.validation_fraction=0.1"],
+            "data.validation_fraction=0.1 has no effect",
+        ),
     ],
 )
 def test_what_can_be_known_is_refused_before_a_start(

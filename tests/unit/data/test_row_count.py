@@ -1,10 +1,13 @@
-"""Rows of JSON that lack the field of their text are counted, over the whole corpus, and told."""
+"""Rows without a text and characters that are none are counted, over the whole corpus, and told."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megapipe.cli import parse
@@ -15,10 +18,14 @@ from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.errors import DataError
 from megapipe.layout.resolve import resolve
-from tests.parity.json_rows import OTHER, ROWS, counted, lines
+from tests.parity.json_rows import EMPTY, OTHER, ROWS, counted, lines
 
 BYTE = ByteTokenizer()
-LINE = "12 of 1,000 rows of rows.jsonl have no field 'text' (data.text_field): they are left out"
+LINES = """\
+12 of 1,000 rows of rows.jsonl have no field 'text' (data.text_field): they are left out
+2 of 1,000 rows of rows.jsonl have no text in field 'text' (data.text_field): they are left out
+3 characters of rows.jsonl are halves of surrogate pairs (such as \\ud83d alone), which are no \
+text: each is read as ?""".splitlines()
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +37,8 @@ def write_thousand() -> None:
     """The first is not among those that lack it, the last one is."""
     rows = [OTHER if i % 83 == 82 or i == 999 else {"text": f"row {i}"} for i in range(1000)]
     assert rows.count(OTHER) == 13
-    rows[82] = {"text": None}
+    rows[82], rows[83] = {"text": None}, {"text": ""}
+    rows[84] = {"text": "a whole pair \U0001f600 and three halves \ude00 \ud83d\ud83d"}
     Path("rows.jsonl").write_bytes(lines(rows))
 
 
@@ -40,7 +48,24 @@ def test_where_there_are_no_rows_none_is_missed() -> None:
     Path("one.jsonl").write_bytes(lines([{"text": "one text, which is divided"}, OTHER]))
     assert counted("x.txt") == RowCount(0, 0)
     assert counted("one.jsonl") == RowCount(2, 1)
-    assert counted("x.jsonl") == RowCount(len(ROWS), 0)
+    assert counted("x.jsonl") == RowCount(len(ROWS), 0, EMPTY)
+
+
+def test_tables_have_rows_too() -> None:
+    """Parquet and data sets, which have the field in each of their rows."""
+    texts = [*"abc", None, "", None, "d"]
+    pq.write_table(pa.table({"text": texts}), "x.parquet", row_group_size=2)
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk("saved")
+    for source in ("x.parquet", "saved"):
+        assert counted(source) == RowCount(7, 0, 3), source
+
+
+def test_halves_of_pairs_in_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "a \ud83d", "completion": "\ude00 \U0001f600"}
+    Path("rows.jsonl").write_bytes(lines([row] * 3))
+    given = ["data.source=rows.jsonl", "data.samples=supervised", "data.validation_fraction=0"]
+    load_sources(resolve(parse(given).config, 1, 257)[0], BYTE)
+    assert "6 characters of rows.jsonl are halves" in capsys.readouterr().err
 
 
 def test_it_is_told_at_each_start_and_changes_no_digest(
@@ -50,7 +75,7 @@ def test_it_is_told_at_each_start_and_changes_no_digest(
     config, _ = resolve(parse(["data.source=rows.jsonl", "data.cache=cache"]).config, 1, 257)
     for _ in range(2):  # the second finds the cache
         load_sources(config, BYTE)
-        assert capsys.readouterr().err.splitlines() == [f"megapipe: {LINE}"]
+        assert capsys.readouterr().err.splitlines() == [f"megapipe: {line}" for line in LINES]
     load_sources(config, BYTE, progress=False)
     assert capsys.readouterr().err == ""
     (made,) = Path("cache").glob("*/meta.json")
@@ -67,7 +92,7 @@ def test_it_is_told_at_each_start_and_changes_no_digest(
 def test_the_command_reports_it(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     write_thousand()
     assert prepare_data(["--source", "rows.jsonl", *given]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == LINE
+    assert capsys.readouterr().out.splitlines()[-3:] == LINES
 
 
 def test_a_corpus_without_it_is_refused() -> None:

@@ -12,6 +12,7 @@ from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.data.build import build_batches
 from megapipe.data.commands import main as prepare_data
+from megapipe.data.prepare.held_out import HeldOut
 from megapipe.data.sources import Sources, load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokenizer.interface import TokenIds
@@ -57,10 +58,13 @@ def config(*given: str) -> Config:
             "data.fim_tokens=[a, b]: expected three nam",
         ),
         (["data.fim_rate=1.5"], "data.fim_rate=1.5: expected a number"),
-        (["data.fim_tokens=[a, b, c]"], "'c'] is for data.fim_rate above 0: expected null without"),
+        (
+            ["data.fim_tokens=[a, b, c]"],
+            "c] has no effect without data.fim_rate above 0: expected null, or",
+        ),
         (
             ["data.fim_spm_rate=1"],
-            "data.fim_spm_rate=1.0 is for data.fim_rate above 0: expected 0.5",
+            "data.fim_spm_rate=1.0 has no effect without data.fim_rate above 0: expected 0.5",
         ),
         (
             [*FIM, "data.samples=megatron", "data.source=t"],
@@ -69,18 +73,24 @@ def config(*given: str) -> Config:
         ([*FIM, *SUPERVISED], "expected data.samples=stateless or packed, not supervised"),
         (
             [*FIM, "data.source=rows_of_mine:data"],
-            "data.fim_rate=0.5 is for a corpus, and data.source=rows_of_mine:data is a",
+            "data.fim_rate=0.5 has no effect with data.source=rows_of_mine:data, which is a",
         ),
-        (["data.train_on=last"], "data.train_on=last is for data.samples=supervised: expected all"),
+        (
+            ["data.train_on=last"],
+            "data.train_on=last has no effect without data.samples=supervised: exp",
+        ),
         (["data.train_on=first"], "data.train_on=first: expected"),
         (
             ["data.chat_template=x", "data.samples=packed"],
-            "data.chat_template=x is for data.samples=supervised: expected null without",
+            "data.chat_template=x has no effect without data.samples=supervised: expected null",
         ),
-        (["data.messages_field=x"], "data.messages_field=x is for data.samples=supervised"),
+        (
+            ["data.messages_field=x"],
+            "data.messages_field=x has no effect without data.samples=superv",
+        ),
         (
             [*SUPERVISED, "data.text_field=x"],
-            "data.text_field=x is for texts, not data.samples=sup",
+            "data.text_field=x has no effect with data.samples=sup",
         ),
         (
             ["data.samples=supervised"],
@@ -91,13 +101,13 @@ def config(*given: str) -> Config:
                 *("data.samples=supervised", "data.mixture.x.source=rows.jsonl"),
                 "data.mixture.x.text_field=y",
             ],
-            "data.mixture.x.text_field=y is for texts, not data.samples=supervised: expected null",
+            "data.mixture.x.text_field=y has no effect with data.samples=supervised: expected null",
         ),
         (["data.samples=supervised", "data.source=t"], "and data.source=t has no rows"),
         ([*SUPERVISED, "data.validation.x=t"], "and data.validation.x=t has no rows"),
         (
             ["data.samples=supervised", "data.source=rows_of_mine:data"],
-            "data.samples=supervised is for token files, and data.source=rows_of_mine:data is",
+            "data.samples=supervised has no effect with data.source=rows_of_mine:data, which is",
         ),
     ],
 )
@@ -153,8 +163,11 @@ def test_examples_are_tokenized_ahead_by_the_command(capsys: pytest.CaptureFixtu
     for wrong, words in (
         ([*given, "--output", "x"], "--samples supervised is for the cache: a file of --output ca"),
         (given[:2], "--source=stdlib has no rows: expected JSON"),
-        (given[2:], "data.train_on=last is for data.samples=supervised: expected all without"),
-        ([*given, "--text-field", "x"], "data.text_field=x is for texts, not data.samples=super"),
+        (given[2:], "data.train_on=last has no effect without data.samples=supervised: "),
+        (
+            [*given, "--text-field", "x"],
+            "data.text_field=x has no effect with data.samples=supervis",
+        ),
         (["--samples", "some"], "--samples some: expected one of stateless, packed, megatron, su"),
     ):
         assert prepare_data(wrong) == 2
@@ -175,6 +188,71 @@ def test_a_mixture_of_examples() -> None:
 
 def test_no_example_is_short_enough() -> None:
     chosen, sources = loaded("train.sequence_length=4", "data.validation_fraction=0")
-    words = r"train\.bin: all of its 20 examples are longer than train\.sequence_length=4: expected"
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError) as refused:
         build_batches(chosen, ByteTokenizer(), sources)
+    assert str(refused.value) == (
+        "data.source=rows.jsonl has no example that train.sequence_length=4 has room for, as all "
+        "20 are longer: expected a larger one"
+    )
+
+
+LONG = (
+    "has no example that train.sequence_length=16 has room for, as its only one is longer: "
+    "expected a larger one"
+)
+SHORT = (
+    "has 1 tokens from position 100 to 101, but one sample needs 2 (train.sequence_length=16): use "
+    "more text"
+)
+WHOLE = (
+    "has no whole document, as its only one is divided by data.validation_fraction, and "
+    "data.samples=packed takes whole ones: expected data.validation.NAME, or "
+    "data.validation_fraction=0"
+)
+HALF = "data.validation_fraction=0.5"
+MORE = ", or a larger data.validation_fraction, or data.validation.NAME"
+MIXED = ["data.mixture.a.source=rows.jsonl", "data.mixture.b.source=one.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            [*SUPERVISED, "data.source=two.jsonl", HALF],
+            f"what {HALF} holds out of data.source=two.jsonl {LONG}{MORE}",
+        ),
+        (
+            [*SUPERVISED, "data.validation.new=one.jsonl"],
+            f"data.validation.new=one.jsonl {LONG}",
+        ),
+        (
+            ["data.samples=supervised", "data.validation_fraction=0", *MIXED],
+            f"data.mixture.b.source=one.jsonl {LONG}",
+        ),
+        (["data.source=t", "data.samples=packed"], f"data.source=t {WHOLE}"),
+        (
+            ["data.source=t2", "data.split=1,1"],
+            f"the validation part of data.source=t2 (data.split=1,1) {SHORT}",
+        ),
+        (
+            ["data.source=t2", "data.samples=megatron", HALF],
+            f"what {HALF} holds out of data.source=t2 {SHORT}{MORE}",
+        ),
+    ],
+)
+def test_a_source_that_is_too_short_has_the_name_that_the_user_gave_it(
+    given: list[str], line: str
+) -> None:
+    """Its file in the cache says nothing to him."""
+    rows = [json.dumps({"prompt": "p", "completion": "x" * n}) for n in (3, 30)]
+    held_out = HeldOut(0.5, 2)(0, 2).tolist()
+    assert sorted(held_out) == [False, True]
+    Path("two.jsonl").write_text("\n".join(reversed(rows) if held_out[0] else rows))
+    Path("one.jsonl").write_text(rows[1])
+    with TokenWriter(Path("t2"), token_type(257), 257) as writer:
+        writer.add(np.arange(100))
+        writer.add(np.arange(1))
+    chosen = config(*given)
+    with pytest.raises(DataError) as refused:
+        build_batches(chosen, ByteTokenizer(), load_sources(chosen, ByteTokenizer()))
+    assert str(refused.value) == line

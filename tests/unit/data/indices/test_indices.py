@@ -177,7 +177,7 @@ def test_a_damaged_token_file(file: TokenFile, tmp_path: Path) -> None:
 def test_what_cannot_be(file: TokenFile, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="seed -1: expected 0 to 4294967295"):
         open_indices(file, Request(range(150), 8, 5, -1), tmp_path)
-    where = r"x\.bin, sequences 0 to 1: 0 tokens, but a sample needs 9 \(train\.sequence_length=8\)"
+    where = r"x\.bin \(sequences 0 to 1\) has 0 tokens, but a sample needs 9 \(train\.sequence_l"
     with pytest.raises(DataError, match=where):
         open_indices(file, Request(range(1), 8, 5, 1), tmp_path)
 
