@@ -17,7 +17,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class TooShort(DataError):
-    """What samples are cut from has not enough for one.
+    """A corpus, or a part of it, has not enough for one sample.
 
     Attributes:
         what: the text of the error behind the file, which may be one that the user does not know.

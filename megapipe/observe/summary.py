@@ -96,16 +96,26 @@ def next_commands(run_folder: Path) -> dict[str, str]:
     if python.startswith(os.pardir):
         python = sys.executable
     megapipe = [python, "-m", "megapipe"]
-    train = [*megapipe, "launch", "--nproc", str(layout.world), "-m", "megapipe", "train"]
-    further = _further(config.train, _reached(run_folder, config.train))
+    launch = [*megapipe, "launch", "--nproc", str(layout.world)]
     found = {
         "more text": shlex.join([*megapipe, "generate", str(run_folder), "--prompt", "def "]),
-        "to go on": shlex.join([*train, str(path), *further]),
+        "to go on": shlex.join([*launch, *training_again(path)]),
     }
     if has_class(resolved.model):
         export = ("convert", "megapipe-to-hf", str(run_folder), f"{run_folder.name}-hf")
         found["to export"] = shlex.join([*megapipe, *export])
     return found
+
+
+def training_again(path: Path) -> list[str]:
+    """The program by which a run goes on, with its arguments: what follows a launcher.
+
+    Args:
+        path: the configuration of its last start, in its folder.
+    """
+    train = cli.parse([str(path)]).config.train
+    further = _further(train, _reached(path.parent, train))
+    return ["-m", "megapipe", "train", str(path), *further]
 
 
 def _reached(run_folder: Path, train: TrainConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -32,7 +33,7 @@ from megapipe.layout.fallbacks import check_layouts
 from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
-from megapipe.observe.provenance import package_hash
+from megapipe.observe.provenance import newest_config, package_hash
 from megapipe.plan.report import report as plan_report
 from megapipe.watch.journal import Journal, text
 from megapipe.watch.rank import Watch
@@ -180,9 +181,8 @@ def start(
                 try:
                     trainer.run()
                 except Preempted as stopped:
-                    if info.local_world < info.world:
-                        raise
-                    raise Preempted(f"{stopped}{_going_on(trainer.folder.path)}") from None
+                    line = _going_on(trainer.folder.path, info.local_world < info.world)
+                    raise Preempted(f"{stopped}{line}") from None
         except Finished as finished:
             if info.rank == 0:
                 show(f"{finished}\n")
@@ -204,13 +204,17 @@ def start(
         ending.cleanup()  # after the peers know: an upload may take its time
 
 
-def _going_on(folder: Path) -> str:
-    """The command by which a run goes on, as the end of a sentence."""
-    from megapipe.observe.summary import next_commands  # loads torch
+def _going_on(folder: Path, several_nodes: bool) -> str:
+    """The command by which a run goes on, as the end of a sentence. On several nodes whoever has
+    started it knows by which launcher."""
+    from megapipe.observe.summary import next_commands, training_again  # loads torch
 
     with contextlib.suppress(MegapipeError, OSError):
-        if (command := next_commands(folder).get("to go on")) is not None:
-            return f"; to go on: {command}"
+        path = newest_config(folder)
+        if path is not None and several_nodes:
+            return f"; to go on, start on each node as before: {shlex.join(training_again(path))}"
+        if path is not None:
+            return f"; to go on: {next_commands(folder)['to go on']}"
     return ""
 
 

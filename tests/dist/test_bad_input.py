@@ -79,7 +79,8 @@ def assert_reported(bad: Bad, outcome: Outcome, folder: Path) -> None:
     if bad.before_groups:
         assert not (folder / "runs").exists(), "the folder of the run is made once there are groups"
     if not bad.late:
-        assert len(outcome.text.splitlines()) == 1, outcome.text
+        ours = [line for line in outcome.text.splitlines() if not line.startswith("[Gloo] ")]
+        assert len(ours) == 1, outcome.text  # torch 2.10 has lines of its own
         assert not (folder / "cache").exists(), "a corpus was prepared for nothing"
 
 

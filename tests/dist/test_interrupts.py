@@ -69,6 +69,22 @@ def test_a_process_that_is_interrupted_saves_and_goes_on_later(tmp_path: Path) -
     assert f"at step {saved} of" in again.text
 
 
+def test_on_two_nodes_it_says_what_to_start_on_each(tmp_path: Path) -> None:
+    """Launchers on one machine stand for nodes; which launcher started the job is not known."""
+    endpoint = ["--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    launch = ["-m", "megapipe.launch", "--nnodes", "2", "--nproc", "1", *endpoint]
+    with Job(tmp_path) as job:
+        for _ in range(2):
+            job.start([*launch, "train.py", *endless(tmp_path, **{"parallel.dp": "2"})])
+        job.await_text("| loss")
+        job.processes[1].send_signal(signal.SIGINT)
+        outcome = job.end()
+    assert outcome.codes == [75, 75]
+    assert_saved(outcome, tmp_path)
+    _, command = outcome.errors[0].split("; to go on, start on each node as before: ")
+    assert re.fullmatch(r"-m megapipe train \S*runs/run/config.yaml", command)
+
+
 def test_a_second_interrupt_ends_a_process_that_waits_for_a_peer(tmp_path: Path) -> None:
     """It is inside a collective, where no handler of Python's runs."""
     given = endless(tmp_path, **{"parallel.pp": "2"})

@@ -34,6 +34,7 @@ TRAINING = (
     *("pipeline.schedule=1f1b", "pipeline.chunks=null"),
     *("train.sequence_length=32", "train.validation_samples=8"),
 )
+INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "-q")
 PACKAGES = (("torch",), ("-e", "."))
 
 
@@ -47,9 +48,7 @@ def check() -> bool:
         if python is None:
             print(f"{name} was not tried: the packages cannot be installed for it", flush=True)
             continue
-        done = _runs(python)
-        print(f"{name}: all modules and three steps {'passed' if done else 'failed'}", flush=True)
-        passed &= done
+        passed &= told(f"{name}: all modules and three steps", runs(python))
     return passed
 
 
@@ -66,22 +65,31 @@ def _with_packages(version: Version) -> str | None:
     assert base is not None
     folder = Path(sys.prefix) / "python{}.{}".format(*version)
     python = str(folder / "bin/python")
-    if not folder.exists() and not _done(base, "-m", "venv", str(folder)):
+    if not folder.exists() and not done(base, "-m", "venv", str(folder)):
         return None
-    pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "-q")
-    pinned = (*pip, "-c", "constraints.txt")
-    return python if all(_done(*pinned, *names) for names in PACKAGES) else None
+    pinned = (python, *INSTALL, "-c", "constraints.txt")
+    return python if all(done(*pinned, *names) for names in PACKAGES) else None
 
 
-def _runs(python: str) -> bool:
-    with tempfile.TemporaryDirectory(prefix="three-steps-") as runs:
-        return _done(python, "-c", MODULES) and _done(python, *TRAINING, f"run.folder={runs}")
+def runs(python: str, **environ: str) -> bool:
+    """Import all modules with an interpreter, and train three steps; return whether that passed."""
+    with tempfile.TemporaryDirectory(prefix="three-steps-") as folder:
+        training = (*TRAINING, f"run.folder={folder}")
+        return all(done(python, *how, **environ) for how in (("-c", MODULES), training))
 
 
-def _done(*command: str) -> bool:
-    """Run a command in the root; its output is shown if it fails."""
-    given = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        print(*(done.stdout + done.stderr).splitlines()[-20:], sep="\n", flush=True)
-    return done.returncode == 0
+def done(*command: str, **environ: str) -> bool:
+    """Run a command in the root, and return whether it passed; its output is shown if not."""
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=given, capture_output=True, text=True, check=False
+    )
+    if ended.returncode != 0:
+        print(*(ended.stdout + ended.stderr).splitlines()[-20:], sep="\n", flush=True)
+    return ended.returncode == 0
+
+
+def told(what: str, passed: bool) -> bool:
+    """Print whether something passed, and return it."""
+    print(f"{what} {'passed' if passed else 'failed'}", flush=True)
+    return passed

@@ -5,7 +5,8 @@
 2. The tests on three workers, first the files with those that `--changed` would run.
 3. The tests marked `deadline`, one after the other with nothing beside them.
 4. What has failed, once more, alone: this shows whether it fails again, and changes nothing.
-5. With all that CI runs: a training under the lowest and the highest Python of the machine.
+5. With all that CI runs: a training under the lowest and the highest Python of the machine, and one
+   with the lowest packages.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from tests.running import lowest_python, processes, python_versions
+from tests.running import lowest_packages, lowest_python, processes, python_versions
 from tests.running.changed import files_to_begin_with
 from tests.running.other_systems import install_other_systems
 from tests.running.processes import Types
@@ -53,7 +54,7 @@ class Phases:
         """Print all phases, and return the exit code of the run."""
         for name, seconds in self.seconds.items():
             outcome = "failed" if name in self._failed else "passed"
-            print(f"{name:<14} {seconds:7.1f} s  {outcome}", flush=True)
+            print(f"{name:<15} {seconds:7.1f} s  {outcome}", flush=True)
         return int(bool(self._failed))
 
 
@@ -71,6 +72,7 @@ def run_all(*, full: bool, pytest_options: Sequence[str]) -> int:
             _run_tests(phases, types, full, pytest_options)
             if full:
                 phases.run("other Pythons", python_versions.check)
+                phases.run("lowest packages", lowest_packages.check)
             phases.run("types", types.end)
     return phases.end()
 

@@ -22,14 +22,13 @@ PICTURES = {
 SCRIPT = ["python", "scripts/schedule.py"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", SCHEDULES, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = SCHEDULES) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
 def commands_of_the_readme() -> list[list[str]]:
     """The words of every call of scripts/schedule.py in a block for a shell."""
-    shell = "".join(re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL))
-    lines = shell.replace("\\\n", " ").splitlines()
+    lines = "".join(blocks("sh", README)).replace("\\\n", " ").splitlines()
     calls = [line.partition("#")[0].split() for line in lines]
     return [words for words in calls if words[:2] == SCRIPT]
 
@@ -71,7 +70,12 @@ def test_the_example_is_as_short_as_it_says():
     assert len(example.splitlines()) <= 30
 
 
-@pytest.mark.parametrize("block", blocks("console"))
+def test_the_description_of_the_package_has_no_picture_by_a_path():
+    """An index of packages shows the README alone."""
+    assert not re.findall(r"!\[[^]]*\]\((?!https:)", README)
+
+
+@pytest.mark.parametrize("block", [*blocks("console"), *blocks("console", README)])
 def test_commands_print_what_is_shown(block, ask, folder):
     (example,) = blocks("python")
     (folder / "my_schedules.py").write_text(example)

@@ -53,6 +53,7 @@ FLOORS = (
     "experts",
     "presets",
     "foreign",
+    "unused_keys",
     "strict_yaml",
     "section",
     "update_rules",

@@ -1,4 +1,4 @@
-"""What of a corpus has no text that could be tokenized."""
+"""Counts what of a corpus has no text that could be tokenized."""
 
 from __future__ import annotations
 

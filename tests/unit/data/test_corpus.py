@@ -151,9 +151,9 @@ def test_missing(source: str) -> None:
         identity(DataConfig(source=source))
 
 
-def is_empty(source: Path) -> None:
+def is_empty(source: Path, or_else: str = "$^") -> None:
     cache = source.parent / "cache"
-    with pytest.raises(DataError, match="is empty: there is no text in it"):
+    with pytest.raises(DataError, match=f"is empty: there is no text in it|{or_else}"):
         prepare(DataConfig(source=str(source), cache=str(cache)), ByteTokenizer())
     assert list(cache.iterdir()) == []
 
@@ -175,7 +175,7 @@ def test_empty_corpora(tmp_path: Path) -> None:
     for name in ("none.parquet", "blank.parquet", "null.parquet", "folder"):
         is_empty(tmp_path / name)
     datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "saved"))
-    refused(tmp_path / "saved", "cannot be read ")  # `datasets` cannot open what it wrote
+    is_empty(tmp_path / "saved", "cannot be read ")  # by later versions of `datasets`
 
 
 def test_no_such_field(tmp_path: Path) -> None:

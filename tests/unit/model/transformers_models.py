@@ -188,6 +188,15 @@ def in_double(model: ModelConfig) -> Iterator[None]:
         yield
 
 
+def load_exactly(hf: Any, state: dict[str, Tensor]) -> None:
+    """Load the tensors that a class has, neither more nor fewer. In the lowest version the head of
+    GPT-NeoX has in its class the name that it has in files."""
+    older = "embed_out.weight" in hf.state_dict()
+    hf.load_state_dict(
+        {n.replace("lm_head", "embed_out") if older else n: tensor for n, tensor in state.items()}
+    )
+
+
 def hf_logits_and_grads(
     params: dict[str, Tensor], model: ModelConfig, batch: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -195,7 +204,7 @@ def hf_logits_and_grads(
     with in_double(model):
         ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
         hf = class_of(model)(config_to_hf(model, **ways)).double().train()
-        hf.load_state_dict(to_hf(params, model))
+        load_exactly(hf, to_hf(params, model))
         for module in hf.modules():
             if isinstance(module, BloomMLP):  # whose own has sqrt(2 / pi) to eight digits
                 module.gelu_impl = torch.nn.GELU("tanh")
