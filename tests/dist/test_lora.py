@@ -22,7 +22,8 @@ from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.cases import Rows
 from tests.parity.collective_recorder import recording
-from tests.parity.ranks import Case, check_case, configure, run_cases
+from tests.parity.pair_runs import check_cases
+from tests.parity.ranks import Case, configure
 from tests.parity.stopped_runs import (
     HALF,
     STEPS,
@@ -43,20 +44,11 @@ OVER_FOUR = [
 ]
 
 
-def check(cases: list[Case]) -> None:
-    results = run_world(cases[0].world, run_cases, cases)
-    for i, case in enumerate(cases):
-        try:
-            check_case(case, [outcomes[i] for outcomes in results])
-        except AssertionError as error:
-            raise AssertionError(f"{case.name}: {error}") from None
-
-
 @pytest.mark.full
 def test_layouts_train_the_same_adapters() -> None:
     """Loss, every gradient, norm, weights and states; what is frozen stays to the bit. In more
     layouts: the parity matrix."""
-    check(OVER_FOUR)
+    check_cases(OVER_FOUR)
 
 
 @pytest.mark.slow

@@ -25,7 +25,8 @@ from tests.parity.cases import Rows, settings
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.marks import in_parts, one_of, selected
 from tests.parity.moe_faults import FAULTS
-from tests.parity.ranks import Case, Outcome, check_case, configure, run_case, run_cases
+from tests.parity.pair_runs import check_cases
+from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
 from tests.parity.registry_cases import smallest
 from tests.parity.stopped_runs import (
     HALF,
@@ -52,26 +53,15 @@ PYRAMID = [
 ]
 
 
-def check(cases: list[Case]) -> None:
-    for world in sorted({case.world for case in cases}):
-        here = [case for case in cases if case.world == world]
-        results = run_world(world, run_cases, here, timeout_s=60 + 10 * len(here))
-        for i, case in enumerate(here):
-            try:
-                check_case(case, [rank[i] for rank in results])
-            except AssertionError as error:
-                raise AssertionError(f"{case.name}: {error}") from None
-
-
 @pytest.mark.full
 def test_a_batch_without_an_unmasked_token() -> None:
     """All other values of experts beside those of layouts: the parity matrix."""
-    check(UNMASKED)
+    check_cases(UNMASKED)
 
 
 def test_a_pyramid() -> None:
     """Row 7.09: with a shared MLP and softmax over both, PR-MoE."""
-    check(PYRAMID)
+    check_cases(PYRAMID)
 
 
 GSHARD = Case(m=4, batch=1, moe="gshard", layers=2, masked=0.3)
@@ -144,19 +134,19 @@ def of_every_schedule(least: int = 1) -> Iterator[Case]:
 
 @pytest.mark.slow
 def test_every_schedule() -> None:
-    check(list(of_every_schedule()))
+    check_cases(list(of_every_schedule()))
 
 
 @one_of(10)
 def test_every_schedule_with_experts_on_two_ranks(some: slice) -> None:
-    check([replace(case, dp=2, ep=2) for case in of_every_schedule()][some])
+    check_cases([replace(case, dp=2, ep=2) for case in of_every_schedule()][some])
 
 
 @one_of(12)
 def test_every_schedule_between_processes_with_experts_on_two_ranks(some: slice) -> None:
     """Rows travel to experts beside the messages of a pipeline."""
     cases = list(of_every_schedule(least=3))[some]
-    check([replace(case, dp=2, ep=2, in_process=False) for case in cases])
+    check_cases([replace(case, dp=2, ep=2, in_process=False) for case in cases])
 
 
 @pytest.mark.full
@@ -252,7 +242,7 @@ def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
 
 @pytest.mark.full
 def test_the_cases_of_faults_pass_without() -> None:
-    check(list(dict.fromkeys(FAULTS[fault] for fault in IN_CI)))
+    check_cases(list(dict.fromkeys(FAULTS[fault] for fault in IN_CI)))
 
 
 @pytest.mark.full

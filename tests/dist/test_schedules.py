@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from megapipe.schedule.generators import names
 from megapipe.schedule.proof.validate import validate
-from megapipe.testing import run_world
 from tests.parity import registry_cases
 from tests.parity.bitwise import assert_bitwise, outcomes_of
 from tests.parity.marks import in_parts
-from tests.parity.ranks import Case, check_case, run_cases
+from tests.parity.pair_runs import check_cases
+from tests.parity.ranks import Case
 
 pytestmark = pytest.mark.full
 
@@ -21,28 +20,13 @@ pytestmark = pytest.mark.full
 @in_parts("name", names(), full=["seq1f1b", "zb_h1"])
 def test_trains(name: str) -> None:
     """Of those in the slow part, too, test_odd_sizes compares first steps with one process."""
-    check(registry_cases.of(name))
+    check_cases(registry_cases.of(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_trains_with_many_micro_batches(name: str) -> None:
-    check(registry_cases.of(name, registry_cases.many_microbatches))
-
-
-def check(cases_of_one: Sequence[Case]) -> None:
-    by_world: dict[int, list[Case]] = {}
-    for case in cases_of_one:
-        by_world.setdefault(case.world, []).append(case)
-    assert by_world
-    for world, cases in by_world.items():
-        results = run_world(world, run_cases, cases)
-        for i, case in enumerate(cases):
-            try:
-                check_case(case, [outcomes[i] for outcomes in results])
-            except AssertionError as error:
-                error.add_note(f"case: {case.name}")
-                raise
+    check_cases(registry_cases.of(name, registry_cases.many_microbatches))
 
 
 @in_parts("name", names(), full=12)
@@ -50,7 +34,7 @@ def test_trains_with_split_positions(name: str) -> None:
     """Slices of sequences, which rings and Ulysses attend to, and whole ones."""
     of = [replace(each, cp=2, sequence=32, model="llama") for each in registry_cases.settings(name)]
     cases = [case for case in of if case.pp == 2]
-    check([replace(case, context=("ring", "ulysses")[i % 2]) for i, case in enumerate(cases)])
+    check_cases([replace(case, context=("ring", "ulysses")[i % 2]) for i, case in enumerate(cases)])
 
 
 OF_SLICES = ["ring", "contiguous", "all_gather", "queries travel", "ulysses"]
@@ -84,7 +68,7 @@ def test_swaps_bitwise(name: str) -> None:
 def test_replicated_stages_train() -> None:
     """Stages of one rank, two and three, tied and not, with data-parallel copies and without."""
     base = Case(schedule="1f1b_rr", masked=0.3)
-    check(
+    check_cases(
         [
             replace(base, pp=3, m=4, replicas=(2, 1)),
             replace(base, pp=3, m=4, replicas=(1, 2), tied=False, debug=True),
