@@ -214,13 +214,14 @@ def stall(folder: Path, processes: int, *, quick: bool) -> list[Result]:
     assert len(waited) == saves, log
     gaps = between(log)
     brought = (sum(gaps) - len(gaps) * statistics.median(gaps)) / saves
-    of = f"one step, {counted(processes, 'process')}"
+    of = counted(processes, "process")
     what = {
-        "wait for a save in the background": statistics.median(waited),
-        "and for all that follows it, until older ones are removed": brought,
+        f"wait for a save in the background, {of}": statistics.median(waited),
+        f"and for all that follows it, until older ones are removed, {of}": brought,
     }
     return [
-        Result(name, 100 * seconds / step, 3.0, "% of a step", of) for name, seconds in what.items()
+        Result(name, 100 * seconds / step, 3.0, "% of a step", "one step")
+        for name, seconds in what.items()
     ]
 
 

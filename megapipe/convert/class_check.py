@@ -98,12 +98,12 @@ def at_toy_width(config: Any, model: ModelConfig) -> Any:
 
 def narrowed(model: ModelConfig) -> ModelConfig:
     """The model with few heads and experts, narrow layers, a short window and a small vocabulary.
-    What is a multiple of what stays."""
+    Sizes that divide each other still do."""
     kv_heads, head_dim = known(model.kv_heads), known(model.head_dim)
     few = 2 if kv_heads % 2 == 0 else min(kv_heads, 3)
     if kv_heads & (kv_heads - 1):  # ALiBi has two rules for slopes
         few = 3
-    heads = model.heads // kv_heads * few
+    heads = _fewer(model.heads // kv_heads) * few
     turned = {width: width * model.rotary_share for width in range(HEAD_DIM, head_dim, 2)}
     width = next((w for w, n in turned.items() if n >= HEAD_DIM / 2 and n % 2 == 0), head_dim)
     ratio = heads * width / (model.heads * head_dim)
@@ -114,7 +114,7 @@ def narrowed(model: ModelConfig) -> ModelConfig:
 
     moe, ffn = model.moe, narrow(model.moe.ffn)
     if isinstance(moe.experts, int):
-        enough = max(2, -(-2 * moe.top_k // moe.groups)) * moe.groups
+        enough = max(2, -(-2 * moe.top_k // (moe.group_top_k or moe.groups))) * moe.groups
         shared = moe.shared and moe.shared // known(moe.ffn) * known(ffn)
         changes = {"experts": min(moe.experts, enough), "ffn": ffn, "shared": shared}
         moe = moe.model_copy(update=changes)
@@ -132,6 +132,11 @@ def narrowed(model: ModelConfig) -> ModelConfig:
             "window": model.window and min(model.window, WINDOW),
         }
     )
+
+
+def _fewer(heads: int) -> int:
+    """A small number of query heads for a key head, which is a power of two where `heads` is."""
+    return min(heads, 3 if heads & (heads - 1) else 4)
 
 
 def each_left_out(config: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -160,14 +165,13 @@ def each_left_out(config: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Of all tensors of a configuration's model."""
+    """Shapes of all tensors of a configuration's model, by name."""
     model = config_from_hf(config)
     return {entry.name: entry.shape for entry in entries(TABLE[config.model_type], model)}
 
 
 def difference(config: Any, model: ModelConfig) -> str | None:
-    """How logits of a configuration's class differ from the model's; None: but for rounding they
-    do not."""
+    """Describe how the class' logits differ from the model's; None if only by rounding."""
     model = model.model_copy(update={"dtype": "fp64"})
     found = None
     for seed in range(1 if model.moe.experts is None else ATTEMPTS):

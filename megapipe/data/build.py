@@ -87,7 +87,7 @@ def build_batches(
 
     def scored(held_out: HeldOut) -> HeldOutBatches:
         name, split = held_out.name, held_out.split
-        with _in_words_of_the_user(config.data, name, split):
+        with _named_by_its_key(config.data, name, split):
             dataset = _cut(held_out.part, config, tokenizer, keep_last=True, change=None, room=room)
         source = Source(dataset, partial(_once, 0, len(dataset)), name)
         return HeldOutBatches(name, split, batches([source]))
@@ -99,7 +99,7 @@ def build_batches(
         change = _rearranging(config, tokenizer)
         cut = {}
         for name, part in parts.items():
-            with _in_words_of_the_user(config.data, name):
+            with _named_by_its_key(config.data, name):
                 cut[name] = _cut(
                     part, config, tokenizer, keep_last=False, change=change(name), room=room
                 )
@@ -129,7 +129,7 @@ def _rearranging(config: Config, tokenizer: Tokenizer) -> Callable[[str], FillIn
 
 
 @contextmanager
-def _in_words_of_the_user(data: DataConfig, name: str, split: Split = "train") -> Iterator[None]:
+def _named_by_its_key(data: DataConfig, name: str, split: Split = "train") -> Iterator[None]:
     """Name a source that is too short for a sample by its keys, where its file is in the cache."""
     try:
         yield
@@ -221,7 +221,7 @@ def _in_megatrons_order(
     for (name, part), request in zip(parts.items(), requests, strict=True):
         assert isinstance(part, Stream), "a data set of the user's has an order of its own"
         wanted = Request(part.sequences, train.sequence_length, request, config.run.seed)
-        with _in_words_of_the_user(data, name):
+        with _named_by_its_key(data, name):
             _check_whole(part, data)
             indices = open_indices(part.file, wanted, cache)
         room.hold([part.file.offsets, indices.documents, indices.samples, indices.shuffle])

@@ -167,13 +167,14 @@ class Meeting(RendezvousHandler):
 
     def _enter(self) -> Store:
         """A connection to the store of the meeting, which this node may open."""
-        began, told = time.monotonic(), False
+        began, asked = time.monotonic(), False
         while (waited := time.monotonic() - began) < self._reach_s:
             store = self._joined() or self._opened(waited)
             if store is not None:
                 return PrefixStore(f"megapipe/{self._job}", store)
-            if not told and (unknown := self._unknown()):
-                told = True
+            unknown = [] if asked else self._unknown()
+            asked = True
+            if unknown:
                 heartbeat.say(
                     f"this host knows no {' and no '.join(unknown)} (--rdzv-endpoint); looking for "
                     f"{self._reach_s:g} s, as names may come late"

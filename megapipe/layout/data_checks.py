@@ -127,22 +127,26 @@ def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> No
     only if it is alone."""
     texts: Sequence[str] = ()
     trained: Sequence[str] = ()
-    instead = ""
     if is_source(source):
         own.load(source, ConfigError)
         what = "a data set of your own"
         texts, trained = (*own.CORPUS_KEYS, "fim_rate"), ("split", "samples")
     elif given.is_given(source):
         what, texts = "a token file", given.TEXT_KEYS
+    elif is_standard_library(source):
+        what, texts, trained = "Python's standard library", given.TEXT_KEYS, ("split",)
     elif "://" in source:  # what it is will be known when it is here
         return
     else:
         what, trained = "texts", ("split",)
-        instead = ", and data.validation_fraction, data.validation.NAME or data.test.NAME"
+    instead = ", and data.validation_fraction, data.validation.NAME or data.test.NAME"
     if data.samples == "supervised" and (given.is_given(source) or is_standard_library(source)):
         raise no_rows(key, source)
     why = f"with {key}={source}, which is {what}"
     if alone:
-        refuse_unused("data", data, texts, why, instead)
+        refuse_unused("data", data, texts, why, "")
+    name = key.removeprefix("data.mixture.").removesuffix(".source")
+    if name in data.mixture and texts:
+        refuse_unused(f"data.mixture.{name}", data.mixture[name], given.TEXT_KEYS, why, "")
     if key == "data.source" or key.startswith("data.mixture."):
-        refuse_unused("data", data, trained, why, instead)
+        refuse_unused("data", data, trained, why, "" if is_source(source) else instead)

@@ -84,9 +84,9 @@ def _losses(summary: Summary) -> dict[str, str]:
     return {"validation": f"{summary.validation_loss:.4f}, {compared}", **rows}
 
 
-def next_commands(run_folder: Path) -> dict[str, str]:
+def next_commands(run_folder: Path, reached: int | None = None) -> dict[str, str]:
     """Commands, by purpose, for going on from the run's last start; none where it has recorded no
-    configuration."""
+    configuration. Its last step was `reached`; default: as its folder says."""
     path = newest_config(run_folder)
     if path is None:
         return {}
@@ -99,7 +99,7 @@ def next_commands(run_folder: Path) -> dict[str, str]:
     launch = [*megapipe, "launch", "--nproc", str(layout.world)]
     found = {
         "more text": shlex.join([*megapipe, "generate", str(run_folder), "--prompt", "def "]),
-        "to go on": shlex.join([*launch, *training_again(path)]),
+        "to go on": shlex.join([*launch, *training_again(path, reached)]),
     }
     if has_class(resolved.model):
         export = ("convert", "megapipe-to-hf", str(run_folder), f"{run_folder.name}-hf")
@@ -107,21 +107,19 @@ def next_commands(run_folder: Path) -> dict[str, str]:
     return found
 
 
-def training_again(path: Path) -> list[str]:
+def training_again(path: Path, reached: int | None = None) -> list[str]:
     """The program by which a run goes on, with its arguments: what follows a launcher.
 
     Args:
         path: the configuration of its last start, in its folder.
+        reached: its last step; default: that of the newest checkpoint in its folder, or where there
+            is none, that of a finished start.
     """
     train = cli.parse([str(path)]).config.train
-    further = _further(train, _reached(path.parent, train))
-    return ["-m", "megapipe", "train", str(path), *further]
-
-
-def _reached(run_folder: Path, train: TrainConfig) -> int:
-    """The step of the newest checkpoint; without one in the folder the last of a finished start."""
-    saved = committed(run_folder / OF_A_RUN)
-    return saved[0].step if saved else train.last_step
+    if reached is None:
+        saved = committed(path.parent / OF_A_RUN)
+        reached = saved[0].step if saved else train.last_step
+    return ["-m", "megapipe", "train", str(path), *_further(train, reached)]
 
 
 def _further(train: TrainConfig, reached: int) -> Iterator[str]:
@@ -129,7 +127,7 @@ def _further(train: TrainConfig, reached: int) -> Iterator[str]:
     again."""
     if reached >= train.steps:
         yield f"train.steps={2 * train.steps}"
-    if train.stop_after is not None:
+    if train.stop_after is not None and reached >= train.stop_after:
         yield "train.stop_after=null"
 
 

@@ -228,8 +228,11 @@ def _adapters(path: Place, changes: Iterable[Change]) -> CheckpointError | None:
 
 
 def compare(stored: Mapping[str, JsonValue], config: Config) -> list[Change]:
-    """The keys whose values differ; one that the checkpoint lacks had its default."""
+    """The keys whose values differ; one that the checkpoint lacks had its default, or did as
+    version 0.1."""
     defaults = flatten(Config())
+    if stored.get("optimizer.rule") == "muon":
+        defaults["optimizer.muon_split"] = "none"
     return [
         Change(key, before, now)
         for key, now in flatten(config).items()

@@ -110,9 +110,9 @@ def start(
         )
         stop.leave = ending.stop
     watch, journal = None, Journal()
+    several = info.local_world < info.world
     try:
         if info.world > 1:
-            several = info.local_world < info.world
             hub = info.address, info.port, "the process that watches the nodes"
             watch = Watch(
                 store,
@@ -181,8 +181,8 @@ def start(
                 try:
                     trainer.run()
                 except Preempted as stopped:
-                    line = _going_on(trainer.folder.path, info.local_world < info.world)
-                    raise Preempted(f"{stopped}{line}") from None
+                    hint = _resume_hint(trainer.folder.path, trainer.reached, several)
+                    raise Preempted(f"{stopped}{hint}") from None
         except Finished as finished:
             if info.rank == 0:
                 show(f"{finished}\n")
@@ -204,17 +204,18 @@ def start(
         ending.cleanup()  # after the peers know: an upload may take its time
 
 
-def _going_on(folder: Path, several_nodes: bool) -> str:
-    """The command by which a run goes on, as the end of a sentence. On several nodes whoever has
-    started it knows by which launcher."""
+def _resume_hint(folder: Path, reached: int, several_nodes: bool) -> str:
+    """The command by which a run goes on after step `reached`, as the end of a sentence. On several
+    nodes the launcher is left out: only the user knows it."""
     from megapipe.observe.summary import next_commands, training_again  # loads torch
 
     with contextlib.suppress(MegapipeError, OSError):
         path = newest_config(folder)
         if path is not None and several_nodes:
-            return f"; to go on, start on each node as before: {shlex.join(training_again(path))}"
+            again = training_again(path, reached)
+            return f"; to go on, start on each node as before: {shlex.join(again)}"
         if path is not None:
-            return f"; to go on: {next_commands(folder)['to go on']}"
+            return f"; to go on: {next_commands(folder, reached)['to go on']}"
     return ""
 
 

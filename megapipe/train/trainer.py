@@ -104,6 +104,7 @@ class Trainer:
             memory=memory,
         )
         self.first_step = 0 if self.source.checkpoint is None else self.source.checkpoint.step
+        self.reached = self.first_step
         self._telling = Telling(told) if told is not None and local_rank == 0 else None
         if self._telling is not None:
             self._telling.chosen(self.first_step)
@@ -213,7 +214,7 @@ class Trainer:
             steps, end = self.config.train.steps, self.config.train.last_step
             number = self.first_step
             while number < end:
-                number += 1
+                self.reached = number = number + 1
                 step = Step(number, last=number == end)
                 try:
                     self._turn(step)

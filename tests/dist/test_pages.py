@@ -195,7 +195,8 @@ def test_what_is_not_run_names_what_is_there(name: str) -> None:
         files = [word.partition("::")[0] for word in words if "/" in word and "=" not in word]
         assert [*wrong_files(files)] == [], f"{command} is only looked at, as {why}"
         if trains(command):
-            chosen = parse(words[words.index("train.py") + 1 :]).config
+            last = max(i for i, word in enumerate(words) if word in ("train.py", "train"))
+            chosen = parse(words[last + 1 :]).config
             resolve(chosen, None, chosen.model.vocab_size or 50257)
 
 

@@ -441,14 +441,20 @@ def test_quickstart_follows_the_run_folder_of_its_arguments(tree):
 def test_quickstart_goes_on_with_the_last_of_its_runs(tree):
     done = run(tree, "quickstart.sh", "--resume")
     assert done.returncode == 2
-    assert done.stderr.endswith("quickstart.sh: --resume: no run of this script is in runs\n")
-    for name in ("quickstart-20260102-030405", "quickstart-20260102-030406", "other"):
+    assert done.stderr.endswith("quickstart.sh: --resume: no run has begun in runs/quickstart-*\n")
+    newest = "quickstart-20260102-030406"
+    for name in ("quickstart-20260102-030405", newest, "other"):
         (tree / "runs" / name).mkdir(parents=True)
+        for age, start in enumerate(("config-step-00000004.yaml", "config.yaml")):
+            (tree / "runs" / name / start).touch()
+            os.utime(tree / "runs" / name / start, (10**9 - age, 10**9 - age))
     take_log(tree)
-    assert run(tree, "quickstart.sh", "--resume", "train.steps=5").returncode == 0
-    launch, summary, _ = take_log(tree)
-    assert launch[-2:] == ["run.name=quickstart-20260102-030406", "train.steps=5"]
-    assert summary[-1] == "runs/quickstart-20260102-030406"
+    for given, name in (("train.steps=5", newest), ("run.name=other", "other")):
+        assert run(tree, "quickstart.sh", "--resume", given).returncode == 0
+        launch, summary, _ = take_log(tree)
+        settings = [f"runs/{name}/config-step-00000004.yaml", f"run.name={name}", given]
+        assert launch[-3:] == settings, "those of its last start"
+        assert summary[-1] == f"runs/{name}"
 
 
 def test_quickstart_passes_a_failure_on_and_sums_nothing_up(tree):

@@ -70,7 +70,7 @@ class Field:
                 f"{self.origin}: field {self.name!r} (data.text_field) holds {kind_of(value)}, no "
                 f"text, in line {line}"
             )
-        return self._count.taken(value)
+        return self._count.count_text(value)
 
     def finish(self) -> None:
         """Raise a DataError if there were rows, and none of them had the field. It is asked after

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-_HALVES = re.compile("[\ud800-\udfff]")
+from megapipe.words import counted
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass
@@ -18,26 +20,26 @@ class RowCount:
     """Rows without the field of their text."""
     empty: int = 0
     """Rows whose field holds null or an empty text."""
-    halves: int = 0
-    """Halves of surrogate pairs, which JSON may spell and UTF-8 may not, read as "?"."""
+    lone_surrogates: int = 0
+    """Halves of surrogate pairs, which JSON may spell and UTF-8 may not: each is read as "?"."""
 
     def add(self, other: RowCount) -> None:
         """Count what `other` has counted too."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
-    def taken(self, text: str | None) -> str | None:
+    def count_text(self, text: str | None) -> str | None:
         """Count a row that has the field, and return its text."""
         self.rows += 1
         self.empty += not text
         return text
 
-    def sound(self, text: str) -> str:
-        """The text with halves of surrogate pairs replaced, and counted."""
+    def replace_surrogates(self, text: str) -> str:
+        """Replace and count lone surrogates."""
         try:
             text.encode()
         except UnicodeEncodeError:
-            self.halves += len(_HALVES.findall(text))
+            self.lone_surrogates += len(_SURROGATE.findall(text))
             return text.encode("utf-8", "replace").decode()
         return text
 
@@ -57,8 +59,8 @@ class RowCount:
                     f"{count:,} of {self.rows:,} rows of {source} have {what} (data.text_field): "
                     "they are left out"
                 )
-        if self.halves:
+        if self.lone_surrogates:
             yield (
-                f"{self.halves:,} characters of {source} are halves of surrogate pairs (such as "
-                "\\ud83d alone), which are no text: each is read as ?"
+                f"{counted(self.lone_surrogates, 'lone surrogate')} in {source} (such as \\ud83d "
+                "without its other half): each is read as ?"
             )

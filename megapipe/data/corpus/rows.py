@@ -63,7 +63,7 @@ class TextRows:
         return [self.field]
 
     def of_table(self, origin: str, table: Any, first: int, count: RowCount) -> Iterator[str]:
-        return filter(None, map(count.taken, table.column(0).to_pylist()))
+        return filter(None, map(count.count_text, table.column(0).to_pylist()))
 
     def pieces(self, document: str) -> Iterator[Piece]:
         return cut([document])

@@ -107,7 +107,7 @@ def _encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
     vocab_size = tokenizer.vocab_size
     with TokenWriter(prefix, token_type(vocab_size), vocab_size) as writer:
         for batch in batches(part.pieces(count)):
-            texts = [count.sound(piece.text) for piece in batch]
+            texts = [count.replace_surrogates(piece.text) for piece in batch]
             ids, lengths = [], []
             for piece, text, found in zip(batch, texts, tokenizer.encode_batch(texts), strict=True):
                 ids.append(found)

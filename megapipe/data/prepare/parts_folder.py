@@ -29,7 +29,7 @@ class Whole(NamedTuple):
     entropy: float
     """Unigram entropy, in nats per token."""
     rows: RowCount
-    """Of rows, and of what they lack."""
+    """Rows that were read, and what of them has no text."""
 
 
 class PartsFolder:

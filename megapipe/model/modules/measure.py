@@ -136,9 +136,14 @@ def _kept_by(loss: Loss, y: Any, tokens: tuple[int, int], memory: _Memory) -> Ma
 
 
 class _OneType(TorchDispatchMode):
-    """Refuses products of two types, which fail on devices but not on the meta device."""
+    """Refuses operations on two types, which fail on devices but not on the meta device."""
 
-    _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    _PRODUCTS = frozenset(
+        getattr(torch.ops.aten, name).default
+        for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
+    )
+    _NORM = torch.ops.aten.native_layer_norm.default
+    """Takes weights that are wider than what it is of."""
 
     def __torch_dispatch__(
         self,
@@ -147,11 +152,14 @@ class _OneType(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if function in self._PRODUCTS:
-            kinds = {each.dtype for each in args[-2:] if each.is_floating_point()}
-            if len(kinds) > 1:
-                names = sorted(str(kind).removeprefix("torch.") for kind in kinds)
-                raise RuntimeError(f"a product of {' and '.join(names)}")
+        if function in self._PRODUCTS or function == self._NORM:
+            tensors = (each for each in args if isinstance(each, torch.Tensor))
+            kinds = [each.dtype for each in tensors if each.is_floating_point()]
+            widened = function == self._NORM and kinds[0].itemsize <= kinds[-1].itemsize
+            if len({*kinds}) > 1 and not widened:
+                names = sorted(str(kind).removeprefix("torch.") for kind in {*kinds})
+                what = "norm" if function == self._NORM else "product"
+                raise RuntimeError(f"a {what} of {' and '.join(names)}")
         return function(*args, **(kwargs or {}))
 
 

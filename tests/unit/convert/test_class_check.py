@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from megapipe.convert import HuggingFaceFolder, check_export, export
-from megapipe.convert.class_check import at_toy_width, check_class
+from megapipe.convert.class_check import at_toy_width, check_class, narrowed
 from megapipe.errors import ConfigError
 from megapipe.layout.family import make_family
 from megapipe.model.gpt.config import ModelConfig
@@ -275,6 +275,22 @@ def test_groups_of_one_expert_are_of_no_class() -> None:
     moe = plain.moe.model_copy(update={"experts": 4, "top_k": 2, "groups": 4, "group_top_k": 2})
     with pytest.raises(ConfigError, match=r"moe.experts = 4 .* twice as many as model.moe.gro"):
         config_to_hf(plain.model_copy(update={"moe": moe}))
+
+
+def test_tokens_that_choose_among_few_groups_have_experts_to_choose_from() -> None:
+    groups = {"n_routed_experts": 256, "n_group": 8, "topk_group": 1, "num_experts_per_tok": 8}
+    layers = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    check_class(transformers.Dots1Config(**groups, **layers))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "few"), [(128, 1, 4), (48, 1, 3), (128, 8, 8), (9, 3, 9), (2, 2, 2)]
+)
+def test_a_model_of_many_heads_becomes_one_of_few(heads: int, kv_heads: int, few: int) -> None:
+    model = PLAIN["llama"].model_copy(
+        update={"heads": heads, "kv_heads": kv_heads, "head_dim": 8, "hidden": 8 * heads}
+    )
+    assert narrowed(model).heads == few
 
 
 def test_random_numbers_and_settings_of_libraries_stay(capfd: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,8 @@ BYTE = ByteTokenizer()
 LINES = """\
 12 of 1,000 rows of rows.jsonl have no field 'text' (data.text_field): they are left out
 2 of 1,000 rows of rows.jsonl have no text in field 'text' (data.text_field): they are left out
-3 characters of rows.jsonl are halves of surrogate pairs (such as \\ud83d alone), which are no \
-text: each is read as ?""".splitlines()
+3 lone surrogates in rows.jsonl (such as \\ud83d without its other half): each is read as ?
+""".splitlines()
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_halves_of_pairs_in_examples(capsys: pytest.CaptureFixture[str]) -> None
     Path("rows.jsonl").write_bytes(lines([row] * 3))
     given = ["data.source=rows.jsonl", "data.samples=supervised", "data.validation_fraction=0"]
     load_sources(resolve(parse(given).config, 1, 257)[0], BYTE)
-    assert "6 characters of rows.jsonl are halves" in capsys.readouterr().err
+    assert "6 lone surrogates in rows.jsonl" in capsys.readouterr().err
 
 
 def test_it_is_told_at_each_start_and_changes_no_digest(

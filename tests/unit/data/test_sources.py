@@ -319,6 +319,18 @@ def test_a_digest_follows_what_is_trained_on() -> None:
             "data.mixture: a source has an empty name: expected data.mixture.NAME",
         ),
         (
+            ["data.source=stdlib", "data.text_field=code"],
+            "data.text_field=code has no effect with data.source=stdlib, which is Python's stand",
+        ),
+        (
+            [
+                "data.mixture.x.source=a",
+                "data.mixture.y.source=t.jsonl",
+                "data.mixture.x.subset=en",
+            ],
+            "data.mixture.x.subset=en has no effect with data.mixture.x.source=a, which is a tok",
+        ),
+        (
             ["data.mixture.x.source=a", "data.subset=x"],
             "data.subset=x has no effect with data.mixture: expected null, and data.mixture.NAME.s",
         ),

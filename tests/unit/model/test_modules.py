@@ -462,6 +462,9 @@ def test_a_product_of_two_types_is_refused_before_a_run(layout_of: Callable[...,
     told = r"its buffer norm.table keeps the float32 in which it was made: .* \.to\(x.dtype\)"
     with pytest.raises(ConfigError, match=told):
         layout_of(lambda: [inside], "model.dtype=bf16")
+    wide = Calls(lambda own, x: own.norm(table(own, x)), norm=norm)
+    with pytest.raises(ConfigError, match=f"a norm of bfloat16 and float32.*{told}"):
+        layout_of(lambda: [wide], "model.dtype=bf16")
 
 
 def test_initial_values_are_let_go(layout_of: Callable[..., Layout]) -> None:

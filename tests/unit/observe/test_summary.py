@@ -67,6 +67,7 @@ def test_a_model_of_no_class_has_no_command_for_its_export(run_folder):
         (30, None, ["train.steps=60"]),
         (12, None, []),
         (12, 12, ["train.stop_after=null"]),
+        (12, 20, []),
         (30, 30, ["train.steps=60", "train.stop_after=null"]),
     ],
 )
@@ -83,6 +84,8 @@ def test_it_goes_on_from_the_last_start_and_its_newest_checkpoint(tmp_path, reac
             (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
     words = shlex.split(next_commands(tmp_path)["to go on"])
     assert words[words.index("train") + 1 :] == [str(tmp_path / names[-1]), *further]
+    stopped = shlex.split(next_commands(tmp_path, 11)["to go on"])
+    assert stopped[-1] == str(tmp_path / names[-1]), "wherever its checkpoints are"
 
 
 @pytest.mark.parametrize(

@@ -266,5 +266,10 @@ def test_the_update_rule_is_never_another() -> None:
 def test_a_key_that_an_older_checkpoint_lacks_had_its_default() -> None:
     manifest = {key: value for key, value in flatten(Config()).items() if key != "optimizer.clip"}
     assert compare(manifest, Config()) == []
+    muon = parse(["optimizer.rule=muon"]).config
+    before = {"optimizer.rule": "muon"}  # of version 0.1, which had no optimizer.muon_split
+    (change,) = (each for each in compare(before, muon) if each.key == "optimizer.muon_split")
+    assert (change.stored, change.now) == ("none", "projections")
+    assert "optimizer.muon_split" not in {each.key for each in compare({}, Config())}
     found = compare(manifest, parse(["optimizer.clip=null"]).config)
     assert found == [Change("optimizer.clip", 1.0, None)]
