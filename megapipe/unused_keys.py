@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.section import Section
@@ -26,12 +27,22 @@ def refuse_unused(
     Raises:
         ConfigError: one of them has a value.
     """
-    fields = type(section).model_fields
-    usual = {key: fields[key].get_default(call_default_factory=True) for key in keys}
-    unused = [key for key in keys if getattr(section, key) != usual[key]]
+    unused = given(section, keys)
     if unused:
-        given = ", ".join(f"{name}.{key}={text_of(getattr(section, key))}" for key in unused)
-        raise ConfigError(
-            f"{given} {'has' if len(unused) == 1 else 'have'} no effect {why}: "
-            f"expected {' and '.join(text_of(usual[key]) for key in unused)}{instead}"
-        )
+        has = f"{with_values(name, section, unused)} {'has' if len(unused) == 1 else 'have'}"
+        usual = " and ".join(text_of(_default(section, key)) for key in unused)
+        raise ConfigError(f"{has} no effect {why}: expected {usual}{instead}")
+
+
+def given(section: Section, keys: Iterable[str]) -> list[str]:
+    """Those of `keys` that have another value than their default."""
+    return [key for key in keys if getattr(section, key) != _default(section, key)]
+
+
+def with_values(name: str, section: Section, keys: Iterable[str]) -> str:
+    """Keys of the section `name` with their values, as an error begins."""
+    return ", ".join(f"{name}.{key}={text_of(getattr(section, key))}" for key in keys)
+
+
+def _default(section: Section, key: str) -> Any:
+    return type(section).model_fields[key].get_default(call_default_factory=True)

@@ -1,6 +1,5 @@
 """The family of a configuration's model, under the conditions of its run."""
 
-from megapipe import strict_yaml
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import device_kind
@@ -12,7 +11,7 @@ from megapipe.model.gpt.family import GPT
 from megapipe.model.gpt.lora import resolved_targets
 from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.model.interface import Conditions, Family
-from megapipe.unused_keys import refuse_unused
+from megapipe.unused_keys import given, refuse_unused, with_values
 from megapipe.user_code import UserCode
 
 OWN_KEYS = ("source", "options", "vocab_size", "dtype")
@@ -42,19 +41,14 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
             f"model.moe is for the built-in model, not for model.source={model.source}: expected "
             "it left out"
         )
-    others = [
-        key
-        for key, field in type(model).model_fields.items()
-        if key not in OWN_KEYS
-        and getattr(model, key) != field.get_default(call_default_factory=True)
-    ]
+    others = given(model, [key for key in type(model).model_fields if key not in OWN_KEYS])
     if others:
-        given = ", ".join(f"model.{k}={strict_yaml.text_of(getattr(model, k))}" for k in others)
         it, away = ("it", f"model.{others[0]}") if len(others) == 1 else ("them", "model")
+        are = f"{with_values('model', model, others)} {'is' if it == 'it' else 'are'}"
         raise ConfigError(
-            f"{given} {'is' if it == 'it' else 'are'} for the built-in model, not for model.source="
-            f"{model.source}: expected {it} left out, where a file has {it} by {away}=unset before "
-            f"model.source (or model.options.{others[0]}, if it takes that)"
+            f"{are} for the built-in model, not for model.source={model.source}: expected {it} "
+            f"left out, where a file has {it} by {away}=unset before model.source (or "
+            f"model.options.{others[0]}, if it takes that)"
         )
     return model.model_copy(update={"vocab_size": model.vocab_size or tokenizer_size})
 
