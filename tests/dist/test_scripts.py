@@ -18,7 +18,7 @@ import pytest
 
 from tests.dist.stand_ins import write_program
 from tests.parity.marks import in_parts
-from tests.running import python_versions
+from tests.running import lowest_packages, python_versions
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,8 @@ def tree(tmp_path, monkeypatch):
     root = tmp_path / "tree with spaces"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     (root / "constraints.txt").write_text("torch==1\n")
-    (root / "pyproject.toml").write_text('[project]\nrequires-python = ">=3.11"\n')
+    dependencies = 'dependencies = ["torch>=1.0", "rest>=1.0,<2"]'
+    (root / "pyproject.toml").write_text(f'[project]\nrequires-python = ">=3.11"\n{dependencies}\n')
     shutil.copytree(ROOT / "tests/running", root / "tests/running")
 
     stand_ins = tmp_path / "stand_ins"
@@ -168,11 +169,16 @@ def full(tree):
     """What --full starts; the older transformers is in a folder of the environment."""
     older = ["transformers==4.57.1", "huggingface-hub==0.36.2", "tokenizers==0.22.2"]
     target = ["--target", str(tree / ".venv/older-transformers")]
+    lowest = ["--target", str(tree / ".venv/lowest-packages"), "rest==1.0"]
+    # a module that is imported, and a training
+    three_steps = [["launch"], ["__main__", *python_versions.TRAINING[2:]]]
     return [
         *(*LINT, LINKS, OTHER_SYSTEMS, [*PIP_START, "-q", "--no-deps", *target, *older]),
         ["pytest", "-m", "not slow and not gpu and not deadline", *WORKERS],
-        ["launch"],  # a module that is imported
-        ["__main__", *python_versions.TRAINING[2:]],
+        *three_steps,
+        [*PIP_START, "-q", *lowest],
+        *three_steps,
+        ["pytest", "-q", "-p", "no:cacheprovider", *lowest_packages.TESTS],
     ]
 
 

@@ -58,6 +58,7 @@ def _installed(wanted: list[str]) -> bool:
     stored, content = FOLDER / LIST, "\n".join(wanted)
     if not stored.exists() or stored.read_text() != content:
         shutil.rmtree(FOLDER, ignore_errors=True)
+        FOLDER.mkdir()
         if not done(sys.executable, *INSTALL, "--target", str(FOLDER), *wanted):
             return False
         stored.write_text(content)
