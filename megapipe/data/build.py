@@ -183,9 +183,9 @@ def _check_whole(part: Stream, data: DataConfig) -> None:
     if not part.sequences:
         raise TooShort(
             part.file.path,
-            "has no whole document, as its only one is divided by data.validation_fraction, and "
-            f"data.samples={data.samples} takes whole ones: expected data.validation.NAME, or "
-            "data.validation_fraction=0",
+            "has no whole document, as its only one with tokens is divided by "
+            f"data.validation_fraction, and data.samples={data.samples} takes whole ones: "
+            "expected data.validation.NAME, or data.validation_fraction=0",
         )
 
 

@@ -1,4 +1,4 @@
-"""The command that writes text: ``python scripts/generate.py runs/quickstart --prompt "def "``."""
+"""The command that writes text: ``python scripts/generate.py runs/latest --prompt "def "``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ to rounding; the same prompt given twice gets two.
 """
 EXAMPLES = """\
 examples:
-  %(prog)s runs/quickstart --prompt "def "
-  %(prog)s runs/quickstart --prompt "class A" --prompt "import " --stop "\\n\\n" --temperature 0
-  %(prog)s runs/quickstart --prompts prompts.txt --json > texts.jsonl
+  %(prog)s runs/latest --prompt "def "
+  %(prog)s runs/latest --prompt "class A" --prompt "import " --stop "\\n\\n" --temperature 0
+  %(prog)s runs/latest --prompts prompts.txt --json > texts.jsonl
   %(prog)s ./Qwen3-0.6B --chat --system "You are brief." --prompt "Why is the sky blue?"
   python -m megapipe.launch --nproc 4 scripts/generate.py runs/large --tp 2 --pp 2 --prompt "def "
 """

@@ -91,20 +91,19 @@ def _check_effect(context: ContextConfig, split: Split) -> None:
     """Refuse a key that would do nothing."""
     in_ring, both = split.ring > 1, split.ring > 1 and split.ulysses > 1
     ring = f"a ring of ranks (parallel.cp / context.ulysses is {split.ring})"
-    for key, acts, needs in (
-        ("plan", in_ring, ring),
-        ("order", in_ring, ring),
-        ("inner", context.plan == "double_ring", "context.plan=double_ring"),
-        ("team", context.plan == "teams", "context.plan=teams"),
+    for keys, acts, needs in (
+        (["plan", "order"], in_ring, ring),
+        (["inner"], context.plan == "double_ring", "context.plan=double_ring"),
+        (["team"], context.plan == "teams", "context.plan=teams"),
         (
-            "travels",
+            ["travels"],
             in_ring and context.plan in TURNED,
             f"a ring of ranks and context.plan={' or '.join(TURNED)}",
         ),
-        ("ranks", both, "both a ring of ranks and context.ulysses above 1"),
+        (["ranks"], both, "both a ring of ranks and context.ulysses above 1"),
     ):
         if not acts:
-            refuse_unused("context", context, [key], f"without {needs}")
+            refuse_unused("context", context, keys, f"without {needs}")
 
 
 def _check_plan(context: ContextConfig, split: Split) -> None:

@@ -2,7 +2,7 @@
 stays, unless --last is given. A kill on the way leaves no half of a checkpoint. On object storage
 nobody here can tell whether a job has the run: see to it that none goes on from one of these.
 
-example: checkpoint.py delete runs/quickstart 100 step-00000120.1
+example: checkpoint.py delete runs/latest 100 step-00000120.1
 """
 
 import argparse

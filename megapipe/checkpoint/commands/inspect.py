@@ -1,7 +1,7 @@
 """Shows where a checkpoint comes from and what it holds. --config prints the run's configuration as
 train.py takes it, --tensors what is in each tensor.
 
-example: checkpoint.py inspect runs/quickstart --tensors "model/*norm*"
+example: checkpoint.py inspect runs/latest --tensors "model/*norm*"
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Lists the checkpoints of a run, oldest first. A checkpoint is called sound here if its manifest
 is valid and its files are there at their lengths; `verify` reads them.
 
-example: checkpoint.py list runs/quickstart
+example: checkpoint.py list runs/latest
 """
 
 import argparse

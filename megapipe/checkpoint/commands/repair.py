@@ -3,7 +3,7 @@ byte is what was written. Damaged checkpoints are named and stay. A run that goe
 this: it looks at the checkpoints themselves. Not for object storage, where half of a save may be of
 a job that runs: a run removes what its killed jobs have left there when it starts.
 
-example: checkpoint.py repair runs/quickstart
+example: checkpoint.py repair runs/latest
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Reads all of some checkpoints: every piece against its checksum, with --values also every value,
 which should be a finite number. All are read before damage ends the command with code 5.
 
-example: checkpoint.py verify runs/quickstart --values
+example: checkpoint.py verify runs/latest --values
 """
 
 import argparse

@@ -2,7 +2,7 @@
 torch.distributed.checkpoint.load reads: into the state dict of a class of Hugging Face's, with its
 config.json, or by the names of megapipe.
 
-example: convert.py megapipe-to-dcp runs/quickstart my_model_dcp
+example: convert.py megapipe-to-dcp runs/latest my_model_dcp
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Writes the weights of a checkpoint, of any layout, as a folder for transformers: safetensors
 with an index, config, generation config and tokenizer.
 
-example: convert.py megapipe-to-hf runs/quickstart my_model
+example: convert.py megapipe-to-hf runs/latest my_model
 """
 
 import argparse

@@ -56,8 +56,8 @@ class RowCount:
         ):
             if count:
                 yield (
-                    f"{count:,} of {self.rows:,} rows of {source} have {what} (data.text_field): "
-                    "they are left out"
+                    f"{count:,} of {self.rows:,} rows of {source} {'is' if count == 1 else 'are'} "
+                    f"left out: {what} (data.text_field)"
                 )
         if self.lone_surrogates:
             yield (

@@ -56,7 +56,7 @@ class ExampleRows:
         """A row as a text with marks. Raises DataError, with the place, if it is no example."""
         if row.get(self.messages) is not None:
             return self._conversation(row[self.messages], place)
-        if row.get(self.prompt) is None or row.get(self.completion) is None:
+        if self.prompt not in row or self.completion not in row:
             raise DataError(f"{place} has {self._neither(row)}")
         prompt, completion = (
             self._text(row, *field, place)

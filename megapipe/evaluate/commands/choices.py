@@ -7,7 +7,7 @@ follows the prompt and a space (--delimiter). acc takes the most likely one, acc
 likely by its bytes (acc_bytes in lm-evaluation-harness), acc_tokens by its tokens; behind +- is the
 standard error. Of equal choices the first is taken, and how often is said.
 
-example: evaluate.py choices runs/quickstart --data questions.jsonl
+example: evaluate.py choices runs/latest --data questions.jsonl
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ model's texts begin with: in a run the end-of-document token, elsewhere the toke
 (<s>, say) or, if it has none, its end-of-document token. With --no-start it is read and not scored.
 End marks in a token file are tokens of no bytes.
 
-example: evaluate.py perplexity runs/quickstart --data texts.jsonl --stride 128
+example: evaluate.py perplexity runs/latest --data texts.jsonl --stride 128
          evaluate.py perplexity ./Qwen3-0.6B --text "Some text." --json
 """
 

@@ -13,9 +13,9 @@ from megapipe.words import choices, counted, ranges
 def check_experts(model: ModelConfig) -> None:
     """Raise :class:`ConfigError` for the first thing that is wrong in a resolved model."""
     moe = model.moe
-    for key, holds, needed in _needs(moe):
+    for keys, holds, needed in _needs(moe):
         if not holds:
-            refuse_unused("model.moe", moe, [key], f"without {needed}")
+            refuse_unused("model.moe", moe, keys, f"without {needed}")
     if moe.experts is None:
         return
     _check_dense_layers(model)
@@ -92,12 +92,10 @@ def _check_dense_layers(model: ModelConfig) -> None:
         )
 
 
-def _needs(moe: MoEConfig) -> Iterator[tuple[str, bool, str]]:
+def _needs(moe: MoEConfig) -> Iterator[tuple[list[str], bool, str]]:
     """Keys, whether they have an effect, and what they need for it."""
-    for key in MoEConfig.model_fields:
-        if key != "experts":
-            yield key, moe.experts is not None, "model.moe.experts"
-    yield "shared_gate", moe.shared is not None, "model.moe.shared"
-    yield "drop", moe.capacity is not None, "model.moe.capacity"
-    for key in ("balance_scope", "balance_choices"):
-        yield key, moe.balance > 0, "model.moe.balance"
+    others = [key for key in MoEConfig.model_fields if key != "experts"]
+    yield others, moe.experts is not None, "model.moe.experts"
+    yield ["shared_gate"], moe.shared is not None, "model.moe.shared"
+    yield ["drop"], moe.capacity is not None, "model.moe.capacity"
+    yield ["balance_scope", "balance_choices"], moe.balance > 0, "model.moe.balance"

@@ -47,5 +47,5 @@ def test_too_short(tmp_path: Path) -> None:
     ):
         TokenDataset(file, 8)
     assert len(TokenDataset(file, 8, keep_last=True)) == 1
-    with pytest.raises(DataError, match=r"has 1 tokens, but one sample needs 2"):
+    with pytest.raises(DataError, match=r"has 1 token, but one sample needs 2"):
         TokenDataset(stream(tmp_path, 1), 8, keep_last=True)

@@ -22,8 +22,8 @@ from tests.parity.json_rows import EMPTY, OTHER, ROWS, counted, lines
 
 BYTE = ByteTokenizer()
 LINES = """\
-12 of 1,000 rows of rows.jsonl have no field 'text' (data.text_field): they are left out
-2 of 1,000 rows of rows.jsonl have no text in field 'text' (data.text_field): they are left out
+12 of 1,000 rows of rows.jsonl are left out: no field 'text' (data.text_field)
+2 of 1,000 rows of rows.jsonl are left out: no text in field 'text' (data.text_field)
 3 lone surrogates in rows.jsonl (such as \\ud83d without its other half): each is read as ?
 """.splitlines()
 

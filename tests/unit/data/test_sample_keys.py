@@ -201,13 +201,13 @@ LONG = (
     "expected a larger one"
 )
 SHORT = (
-    "has 1 tokens from position 100 to 101, but one sample needs 2 (train.sequence_length=16): use "
+    "has 1 token from position 100 to 101, but one sample needs 2 (train.sequence_length=16): use "
     "more text"
 )
 WHOLE = (
-    "has no whole document, as its only one is divided by data.validation_fraction, and "
-    "data.samples=packed takes whole ones: expected data.validation.NAME, or "
-    "data.validation_fraction=0"
+    "has no whole document, as its only one with tokens is divided by "
+    "data.validation_fraction, and data.samples=packed takes whole ones: "
+    "expected data.validation.NAME, or data.validation_fraction=0"
 )
 HALF = "data.validation_fraction=0.5"
 MORE = ", or a larger data.validation_fraction, or data.validation.NAME"

@@ -288,7 +288,7 @@ def test_corpora_that_have_no_examples(tmp_path: Path) -> None:
     for name, given, words in (
         ("t.txt", {}, r"t\.txt: it has no rows, as \.jsonl, \.ndjson, \.json, \.parquet have"),
         ("p.parquet", {}, r"p\.parquet has neither 'messages' .* it has: prompt, answer"),
-        ("q.parquet", {}, r"q\.parquet: row 5 has neither"),
+        ("q.parquet", {}, r"q\.parquet: row 5: field 'completion' .* holds null"),
         ("rows.jsonl", {"validation_fraction": 0.1}, "has a single row: nothing to hold out"),
         ("rows.jsonl", {"chat_template": "gone"}, "data.chat_template=gone: No such file"),
         ("rows.jsonl", {"chat_template": str(tmp_path / "l")}, "chat_template=.*: not UTF-8 text"),
