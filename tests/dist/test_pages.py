@@ -58,6 +58,7 @@ PLACES = {
     "SECTION": "optimizer",
     "KEY": "lr",
     "COMMAND": "schedule --help",
+    "RUN": "runs/latest",
 }
 """What a user writes in the place of such a word."""
 TRAIN = f"python train.py {SHORT} data.source=text.jsonl"
