@@ -15,7 +15,7 @@ ONLY = ""
 
 
 def source_key(name: str) -> str:
-    """The key of a source that is trained on, by its name."""
+    """Return the key of a source that is trained on, by its name."""
     return "data.source" if name == ONLY else f"data.mixture.{name}.source"
 
 

@@ -11,6 +11,7 @@ folder=runs
 name=quickstart-$(date +%Y%m%d-%H%M%S)
 trains=yes
 resumes=no
+named=no
 config=configs/quickstart.yaml
 settings=()
 for argument in "$@"; do
@@ -23,7 +24,7 @@ for argument in "$@"; do
   settings+=("$argument")
 done
 if [[ $resumes == yes ]]; then
-  if [[ -z ${named:-} ]]; then
+  if [[ $named == no ]]; then
     for run in "$folder"/quickstart-*; do name=${run##*/}; done # the last by name is the newest
   fi
   # the settings of its last start, which were written last

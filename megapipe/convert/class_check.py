@@ -135,7 +135,7 @@ def narrowed(model: ModelConfig) -> ModelConfig:
 
 
 def _fewer(heads: int) -> int:
-    """A small number of query heads for a key head, which is a power of two where `heads` is."""
+    """Return a small number of query heads for a key head: a power of two where `heads` is one."""
     return min(heads, 3 if heads & (heads - 1) else 4)
 
 

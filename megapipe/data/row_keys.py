@@ -28,7 +28,7 @@ def check_fields(data: DataConfig) -> None:
 
 
 def no_rows(key: str, source: str) -> ConfigError:
-    """The error for a source of examples that has none."""
+    """Return the error for a source of examples that has none."""
     return ConfigError(
         f"{SUPERVISED}, and {key}={source} has no rows: expected JSON, parquet or a "
         "data set, with fields of messages, or of prompt and completion"

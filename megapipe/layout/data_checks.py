@@ -20,7 +20,7 @@ MOST_SOURCES = 255
 
 def check_data(data: DataConfig) -> None:
     """Raise :class:`ConfigError` for keys that contradict each other, or that nothing would read;
-    data sets of the user's are loaded."""
+    user-defined data sets are loaded."""
     _check_mixture(data)
     if data.split is not None and data.validation:
         raise ConfigError(

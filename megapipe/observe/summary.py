@@ -108,7 +108,7 @@ def next_commands(run_folder: Path, reached: int | None = None) -> dict[str, str
 
 
 def training_again(path: Path, reached: int | None = None) -> list[str]:
-    """The program by which a run goes on, with its arguments: what follows a launcher.
+    """Return the program by which a run goes on, and its arguments: what follows a launcher.
 
     Args:
         path: the configuration of its last start, in its folder.

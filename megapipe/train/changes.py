@@ -228,7 +228,7 @@ def _adapters(path: Place, changes: Iterable[Change]) -> CheckpointError | None:
 
 
 def compare(stored: Mapping[str, JsonValue], config: Config) -> list[Change]:
-    """The keys whose values differ; one that the checkpoint lacks had its default, or did as
+    """Return the keys whose values differ; one that the checkpoint lacks had its default, or did as
     version 0.1."""
     defaults = flatten(Config())
     if stored.get("optimizer.rule") == "muon":

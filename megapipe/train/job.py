@@ -205,8 +205,8 @@ def start(
 
 
 def _resume_hint(folder: Path, reached: int, several_nodes: bool) -> str:
-    """The command by which a run goes on after step `reached`, as the end of a sentence. On several
-    nodes the launcher is left out: only the user knows it."""
+    """Return the command by which a run goes on after step `reached`, as the end of a sentence. On
+    several nodes the launcher is left out: only the user knows it."""
     from megapipe.observe.summary import next_commands, training_again  # loads torch
 
     with contextlib.suppress(MegapipeError, OSError):

@@ -44,7 +44,7 @@ class RowCount:
         return text
 
     def lines(self, source: str, field: str) -> Iterator[str]:
-        """A line for the user on each kind of loss that there is.
+        """Yield a line for the user on each kind of loss.
 
         Args:
             source: ``data.source``.

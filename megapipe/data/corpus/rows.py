@@ -27,8 +27,8 @@ class Rows(Protocol):
         are not there, or hold something else."""
 
     def of_table(self, origin: str, table: Any, first: int, count: RowCount) -> Iterator[str]:
-        """The documents of a table of these columns, whose first row has the number `first`; rows
-        that lack one are counted."""
+        """Yield the documents of a table of these columns, whose first row has the number `first`,
+        and count the rows that lack one."""
 
     def pieces(self, document: str) -> Iterator[Piece]:
         """A document in the pieces that are tokenized."""
