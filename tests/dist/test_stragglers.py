@@ -90,10 +90,14 @@ def test_a_rank_alone_has_no_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.deadline
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("turn", range(10))
 def test_noise_names_nobody(layout: str, turn: int, tmp_path: Path) -> None:
-    """Operations compute and do not sleep, on processors that are too few."""
+    """Ranks that share too few processors with each other are not named.
+
+    A program that takes a processor from one of them makes this one a straggler indeed.
+    """
     settings = {**LAYOUTS[layout], "model.hidden": "64", "train.sequence_length": "64"}
     world = ranks_of(LAYOUTS[layout])
     every = {"log.stragglers_every": "20", "train.steps": "85"}
