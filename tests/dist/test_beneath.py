@@ -8,16 +8,12 @@ import pytest
 
 from megapipe.config import Config, LogConfig
 from megapipe.observe.observer import build_sinks
-from tests.parity.outside import MINE, untouched
+from tests.parity.outside import make_outside, untouched
 
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A folder that no run writes to, with a file."""
-    folder = tmp_path / "outside"
-    folder.mkdir()
-    (folder / "file").write_text(MINE)
-    return folder
+    return make_outside(tmp_path)
 
 
 @pytest.fixture

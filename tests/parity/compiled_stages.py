@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -121,3 +122,11 @@ def check(
     check_compiled(
         model, sharding, length=8, rows=[2], again=again, documents=documents, device=device
     )
+
+
+@contextmanager
+def without_graphs() -> Iterator[None]:
+    """Forget compiled graphs before and after what is inside."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

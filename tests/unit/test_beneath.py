@@ -32,7 +32,7 @@ from megapipe.train.auto import FILE, AutoSchedule
 from megapipe.train.callbacks import Step, exporting
 from megapipe.train.callbacks.reports import Reports
 from megapipe.watch import monitor, rank
-from tests.parity.outside import MINE, untouched
+from tests.parity.outside import make_outside, untouched
 from tests.unit.train.standing_run import reported, result, standing_run
 
 pytestmark = pytest.mark.usefixtures("without_git")
@@ -42,11 +42,7 @@ WORDS = "is a symbolic link, which a run does not write through"
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A folder that no run writes to, with a file."""
-    folder = tmp_path / "outside"
-    folder.mkdir()
-    (folder / "file").write_text(MINE)
-    return folder
+    return make_outside(tmp_path)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -22,17 +21,13 @@ from megapipe.data.tokens.format import token_type
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.layout.resolve import resolve
-from tests.parity.bucket import TEXTS
+from tests.parity.bucket import filled
 
 
 @pytest.fixture
 def store() -> Iterator[Any]:
-    """A bucket in memory."""
-    system = fsspec.filesystem("memory")
-    for name, content in TEXTS.items():
-        system.pipe(f"/bucket/{name}", content)
-    yield system
-    system.rm("/bucket", recursive=True)
+    with filled() as system:
+        yield system
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tests.parity.compiled_stages import (
     model_of,
     run,
     stage_of,
+    without_graphs,
 )
 
 pytestmark = pytest.mark.full
@@ -33,9 +34,8 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(autouse=True)
 def _no_graphs_of_other_tests() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+    with without_graphs():
+        yield
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -21,17 +20,13 @@ from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
-from tests.parity.bucket import TEXTS
+from tests.parity.bucket import TEXTS, filled
 
 
 @pytest.fixture
 def store() -> Iterator[Any]:
-    """A bucket in memory."""
-    system = fsspec.filesystem("memory")
-    for name, content in TEXTS.items():
-        system.pipe(f"/bucket/{name}", content)
-    yield system
-    system.rm("/bucket", recursive=True)
+    with filled() as system:
+        yield system
 
 
 def fetch(cache: Path, source: str) -> str:

@@ -30,6 +30,7 @@ from tests.parity.compiled_stages import (
     model_of,
     run,
     stage_of,
+    without_graphs,
 )
 from tests.parity.marks import in_parts
 
@@ -38,9 +39,8 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(autouse=True)
 def _no_graphs_of_other_tests() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+    with without_graphs():
+        yield
 
 
 def products(stage: Stage, bucket: Bucket) -> int:
