@@ -46,7 +46,9 @@ class NumbersConfig(Section):
     """Steps in a row that skip makes without an update; one more ends the run."""
     rewinds: int = Field(3, ge=1)
     """Most times that a start of the run goes back to the same checkpoint; once more ends it, but
-    where numbers were never finite in the step that follows: then an older checkpoint is taken."""
+    where numbers were never finite in the step that follows: then that checkpoint is given up, and
+    an older one is taken. Also most checkpoints that are given up, over all starts, before a newer
+    one has been followed by finite steps; once more ends the run."""
     leave_out: int = Field(1, ge=1)
     """Batches that a rewind leaves out: that of the step, and those before it, as far as the
     checkpoint."""

@@ -10,8 +10,8 @@ step-00000100-0f3c...      a checkpoint on object storage, where no folder can b
                            name has that of its attempt, and counts once it has a manifest
 latest                     text file with the name of the last commit, for people and tools;
                            loading scans the folder instead and never reads it
-.failed-step-00000100      an empty file: starts from that checkpoint failed again and again, so
-                           another is taken as long as there is one
+.failed-step-00000100      a mark: starts and rewinds pass over that checkpoint as long as there is
+                           another; see :mod:`megapipe.checkpoint.failed`
 .removed                   text file with a name such as step-00000300.1: checkpoints up to this
                            step and attempt were removed, and none of their names is given again
 .staging-...               being written, or being removed, or left behind by a killed process

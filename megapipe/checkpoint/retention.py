@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from megapipe.checkpoint.failed import forget_removed
 from megapipe.checkpoint.folders import leftovers, note_removed
-from megapipe.checkpoint.names import FAILED_PREFIX, Committed
+from megapipe.checkpoint.names import Committed
 from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
 
@@ -22,19 +23,24 @@ def outdated(
 ) -> list[Place]:
     """The checkpoints, of `paths` from the newest to the oldest, that are not needed any more.
 
-    The `keep` newest of those that are sound stay, as do `newest`, which was saved last, and all
-    that are newer than these. `is_sound` is asked for those that may stay, as far as one could go.
+    The `keep` newest of those that are sound stay, as do `newest`, which was saved last, and of
+    those that are newer than these, but not sound, the `keep` newest. `is_sound` is asked for those
+    that may stay, as far as one could go.
     """
     paths = list(paths)
     if len(paths) <= keep:
         return []
     old: list[Place] = []
-    sound = 0
+    sound = others = 0
     for path in paths:
         if sound >= keep and path != newest:
             old.append(path)
+        elif is_sound(path):
+            sound += 1
+        elif others < keep or path == newest:
+            others += 1
         else:
-            sound += is_sound(path)
+            old.append(path)
     return old
 
 
@@ -52,32 +58,22 @@ def remove(root: Place, checkpoints: Iterable[Place], *, alone: bool = True) -> 
     problems: list[str] = []
     checkpoints = list(checkpoints)
     not_noted = _note(root, checkpoints)
-    marks = _marks(root)
     for path in checkpoints:
         try:
             left.append(at(path).withdraw())
             removed.append(path)
-            if (mark := f"{FAILED_PREFIX}{path.name}") in marks:
-                at(root / mark).unlink()
         except (OSError, CheckpointError) as error:
             problems.append(_cannot(path, error))
     if removed:
         try:
+            forget_removed(root)
             at(root).sync()
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             problems.append(_cannot(root, error))
     problems += (clear_leftovers(root) if alone else _clear(left)).problems
     if not_noted is not None and (still_not := _note(root, removed)) is not None:
         problems.append(still_not)
     return Removal(removed, problems)
-
-
-def _marks(root: Place) -> set[str]:
-    """Names of the marks in `root`; none where it cannot be read, as removals then tell."""
-    try:
-        return {name for name in at(root).names() if name.startswith(FAILED_PREFIX)}
-    except CheckpointError:
-        return set()
 
 
 def _note(root: Place, checkpoints: Iterable[Place]) -> str | None:

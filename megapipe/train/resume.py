@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from megapipe.checkpoint.failed import FailedCheckpoints
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.names import FAILED_PREFIX, MANIFEST, Committed
+from megapipe.checkpoint.names import MANIFEST, Committed
 from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
 from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.checkpoint_config import CheckpointConfig
@@ -59,14 +59,19 @@ def choose(
             )
     failed = _failed(checkpoints, before or 0, mesh)
     copies = None if memory is None else _Copies(memory, run_of(flatten(config)), before or None)
-    found = _newest_of_all(checkpoints, mesh, failed, copies)
+    found = _newest_of_all(checkpoints, mesh, failed.paths, copies)
     if found.checkpoint is not None:
         found.skipped.extend(
-            f"{path}: starts from it, or before it, have failed" for path in failed
+            f"{path}: starts from it, or before it, have failed"
+            for path in failed.paths
+            if at(path).is_checkpoint()
         )
-    elif failed or before:
+    elif failed.names or before:
         copies = None if copies is None else copies._replace(below=None)
-        found, failed = _newest_of_all(checkpoints, mesh, [], copies), []
+        ruined = [checkpoints / name for name in failed.not_finite()]
+        found = _newest_of_all(checkpoints, mesh, ruined, copies)
+        if found.checkpoint is None and ruined:
+            found = _newest_of_all(checkpoints, mesh, [], copies)
     if memory is not None:
         memory.forget(-1 if found.checkpoint is None else found.checkpoint.step)
     if found.checkpoint is not None:
@@ -285,31 +290,20 @@ def newest_intact(folder: Place, mesh: ParallelMesh, but: Collection[Place] = ()
     return Newest(None, skipped, damaged, weights)
 
 
-def _failed(folder: Place, before: int, mesh: ParallelMesh) -> list[Place]:
+def _failed(folder: Place, before: int, mesh: ParallelMesh) -> FailedCheckpoints:
     """Checkpoints that rank 0 finds marked, after it has marked those of `before` steps or more;
     0: none."""
-    names, error = [], None
+    failed, error = FailedCheckpoints(folder), None
     if mesh.rank == 0:
         try:
+            failed = FailedCheckpoints.read(folder)
             for key in committed(folder):
-                mark = folder / f"{FAILED_PREFIX}{key.name}"
                 if before and key.step >= before:
-                    at(mark).replace(b"")
-                if at(mark).exists():
-                    names.append(key.name)
+                    failed.add(key.name)
         except CheckpointError as problem:
             error = problem
-        except OSError as problem:
-            error = CheckpointError(f"cannot write to {folder}: {problem.strerror}")
     all_or_none(mesh, error)
-    return [folder / name for name in json.loads(mesh.share(json.dumps(names)))]
-
-
-def mark_failed(path: Place) -> None:
-    """Let starts pass over a checkpoint from now on, as long as there is another; where its folder
-    cannot be written to they try it again."""
-    with contextlib.suppress(OSError, CheckpointError):
-        at(path.parent / f"{FAILED_PREFIX}{path.name}").replace(b"")
+    return FailedCheckpoints(folder, json.loads(mesh.share(json.dumps(failed.names))))
 
 
 def _newest(

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megapipe.checkpoint.failed import FailedCheckpoints
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.reader import Checkpoint, find_newest
-from megapipe.checkpoint.storage import Place
 from megapipe.config import Config
 from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.errors import CheckpointError, ConfigError
@@ -36,8 +36,9 @@ class Source:
     """Of which nothing but the weights is taken; then there is no `checkpoint`."""
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints were passed over."""
-    failed: list[Place] = field(default_factory=list)
-    """Checkpoints from which starts have failed."""
+    failed: FailedCheckpoints | None = None
+    """The run's own checkpoints that are passed over; None where it has no `checkpoint` of its
+    own."""
     in_memory: bool = False
     """The checkpoint is a copy in the memory of the nodes."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.checkpoint.background import Background
+from megapipe.checkpoint.failed import FailedCheckpoints
 from megapipe.config import Config
 from megapipe.data.build import build_batches
 from megapipe.data.tokenizer import Tokenizer
@@ -144,6 +145,10 @@ class Trainer:
         resumed_at = self.first_step if self.source.is_own else None
         on_disk = self.source.is_own and not self.source.in_memory
         own = self.source.checkpoint if on_disk else None
+        failed = self.source.failed or FailedCheckpoints(self.folder.checkpoints)
+        anew = any(each.key.startswith(("optimizer.", "model.")) for each in self.changes.told)
+        if anew:
+            failed.forget_reasons()
         self.saving = Saving(
             self.folder,
             Clock(60 * config.checkpoint.every_minutes),
@@ -151,15 +156,14 @@ class Trainer:
             corpus=corpus,
             order=self.training.order,
             sound=[own.path] if own is not None else [],
-            failed=self.source.failed,
+            failed=failed.paths,
             background=(
                 Background(mesh, mesh.store, pinned=mesh.device.type == "cuda")
                 if config.checkpoint.background
                 else None
             ),
         )
-        anew = any(each.key.startswith(("optimizer.", "model.")) for each in self.changes.told)
-        self.rewinding = Rewinding(self.saving, self.source.failed, None if anew else own)
+        self.rewinding = Rewinding(self.saving, failed, None if anew else own)
         self.stragglers = StragglerWatch(mesh, config.log.stragglers_every)
         first: list[Callback] = [
             Profiling(),

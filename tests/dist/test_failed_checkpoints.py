@@ -54,6 +54,35 @@ def test_a_run_that_goes_back_takes_an_older_one(stopped: Path, tmp_path: Path) 
     assert (folder / CHECKPOINTS / "step-00000005").exists()
 
 
+RUINS = """
+def rate(step, steps):
+    return 1e30 if step == 3 else 1e-3
+"""
+NAMES = ["step-00000003", "step-00000003.1", "step-00000003.2"]
+
+
+def test_a_run_that_comes_to_the_same_end_from_older_checkpoints_ends(tmp_path: Path) -> None:
+    """Its third update is finite and leaves weights that no step can follow."""
+    (tmp_path / "ruins.py").write_text(RUINS)
+    rewind = {"numbers.non_finite": "rewind", "numbers.rewinds": "2", "checkpoint.keep": "2"}
+    rewind |= {"optimizer.clip": "null", "run.resume_changes": "allow"}
+    ruins = {**rewind, "optimizer.schedule": "ruins:rate", "optimizer.warmup_steps": "null"}
+    outcome = train(tmp_path, **ruins)
+    outcome.assert_one_line(6, "step 4: ", f"no finite step follows {', '.join(NAMES)}, and")
+    back = [line for line in outcome.text.splitlines() if "gone back from step 4 to step " in line]
+    assert [line.partition(" to step ")[2][0] for line in back] == ["3", "3", "2", "1"]
+    again = train(tmp_path, **ruins)
+    again.assert_one_line(6, f"no finite step follows {', '.join([*NAMES, 'step-00000003.3'])}, ")
+    assert "step-00000002.1 at step 2 of 5" in again.text
+    assert "gone back" not in again.text
+    folders = [path.name for path in (tmp_path / CHECKPOINTS).glob("step-*")]
+    assert len(folders) <= 6, folders
+    outcome = train(tmp_path, **rewind, **{"optimizer.schedule": "constant"})
+    assert outcome.codes == [0, 0], outcome.text
+    assert "step-00000002.1 at step 2 of 5" in outcome.text
+    assert not list((tmp_path / CHECKPOINTS).glob(".failed-*"))
+
+
 @pytest.mark.parametrize("lr", ["1e30", "1e39"])
 def test_a_checkpoint_is_no_worse_for_another_learning_rate(
     lr: str, stopped: Path, tmp_path: Path

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.checkpoint import clear_leftovers, find_newest, outdated, remove
+from megapipe.checkpoint.failed import FailedCheckpoints, mark
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.local import LocalPath
 from megapipe.checkpoint.names import FAILED_PREFIX, REMOVED
@@ -56,6 +57,16 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path, damage, which):
     assert names(tmp_path) == ["latest", *(p.name for p in paths[1:])]
 
 
+def test_of_those_that_do_not_count_as_many_are_kept(tmp_path):
+    """A run that makes bad checkpoints again and again does not fill the disk."""
+    paths = [save_alone(tmp_path, 5) for _ in range(6)]
+    older = [save_alone(tmp_path, step) for step in (4, 3, 2, 1)]
+    newest_first = [*paths[::-1], *older]
+    old = outdated(newest_first, 2, paths[-1], older.__contains__)
+    assert old == [*paths[3::-1], *older[2:]]
+    assert outdated(newest_first, 2, paths[0], older.__contains__) == [*paths[3:0:-1], *older[2:]]
+
+
 def test_nothing_is_looked_at_where_nothing_could_go(tmp_path):
     paths = [save_alone(tmp_path, step) for step in (1, 2)]
     assert outdated(paths[::-1], 2, paths[1], lambda path: 1 / 0) == []
@@ -91,6 +102,18 @@ def test_a_mark_goes_with_its_checkpoint(tmp_path):
     (tmp_path / f"{FAILED_PREFIX}{path.name}").touch()
     remove(tmp_path, [path])
     assert names(tmp_path) == ["latest", "step-00000002"]
+
+
+def test_a_mark_of_what_no_finite_step_follows_stays_until_a_later_step_is_there(tmp_path):
+    paths = [save_alone(tmp_path, step) for step in (2, 5, 5)]
+    mark(tmp_path, "step-00000005", not_finite=True)
+    remove(tmp_path, paths[1:2])
+    failed = FailedCheckpoints.read(tmp_path)
+    assert failed.not_finite(at_least=5, at_most=5) == ["step-00000005"]
+    assert failed.not_finite(at_least=6) == failed.not_finite(at_most=4) == []
+    save_alone(tmp_path, 6)
+    remove(tmp_path, paths[2:])
+    assert names(tmp_path) == ["latest", "step-00000002", "step-00000006"]
 
 
 def test_a_mark_whose_checkpoint_was_removed_by_hand_marks_no_other(tmp_path):
