@@ -62,8 +62,9 @@ class RunConfig(Section):
     """Steps between runs of Python's garbage collector, at the same step on all ranks; 0: as Python
     has it, whenever, so that ranks wait for each other."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: continue from the run folder's newest checkpoint if there is one; never: refuse a
-    folder that has one; must: fail if there is none."""
+    """auto: continue from the run folder's newest intact checkpoint, begin if there is none at all,
+    and fail if all are damaged; never: refuse a folder that has an intact one, else begin; must:
+    fail if there is none that is intact."""
     resume_changes: Literal["refuse", "allow"] = "refuse"
     """Whether a run may continue with another corpus, seed, sequence length, document mask or
     model (as far as the tensors fit). Other changes, such as the learning rate, are listed."""

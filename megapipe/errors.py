@@ -62,6 +62,10 @@ class CheckpointError(MegapipeError):
     exit_code = 5
 
 
+class StorageError(CheckpointError):
+    """A disk or an object store does not answer a request for a checkpoint, which may be intact."""
+
+
 class NumericError(MegapipeError):
     """A loss or a gradient is not finite."""
 

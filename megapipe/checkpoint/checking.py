@@ -16,7 +16,7 @@ from megapipe.checkpoint.background import LOOK_S, Counter
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
 from megapipe.checkpoint.writer import Group, described
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, StorageError
 
 
 class Check:
@@ -29,6 +29,7 @@ class Check:
         self._counter = counter
         self._checkpoint: Checkpoint | None = None
         self._problem = ""
+        self._unread = ""
         self._read, self._all_have = threading.Event(), threading.Event()
         threading.Thread(target=self._look, name="checkpoint check", daemon=True).start()
 
@@ -39,8 +40,10 @@ class Check:
 
     def finish(self) -> tuple[Checkpoint | None, str]:
         """Wait for the end; the checkpoint if it is whole and its values are finite, else why not.
-        To be called by all ranks."""
+        Collective: every rank calls it. Raises StorageError on all where a rank cannot read it."""
         self._read.wait()
+        if (unread := self._group.agree(self._unread or None)) is not None:
+            raise StorageError(unread)
         problem = self._group.agree(self._problem or None)
         return (self._checkpoint, "") if problem is None else (None, problem)
 
@@ -48,6 +51,8 @@ class Check:
         group = self._group
         try:
             self._checkpoint = Checkpoint.open_sound(self.path, group.rank, group.world, threads=1)
+        except StorageError as error:
+            self._unread = str(error)
         except CheckpointError as error:
             self._problem = str(error)
         except Exception as error:

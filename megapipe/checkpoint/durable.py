@@ -4,6 +4,7 @@ A file is durable once its bytes and then its folder's entry are fsynced; a rena
 folder around it is.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -11,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, StorageError
+
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+"""Errors that tell that there is no ordinary file. All others tell nothing of it."""
 
 
 @contextmanager
@@ -43,7 +47,8 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open an ordinary file for unbuffered reading.
 
     Symbolic links are not followed, and pipes and devices are refused without waiting for them.
-    Raises CheckpointError if the file is missing, of another kind, or cannot be read.
+    Raises CheckpointError if the file is missing or of another kind, StorageError if it cannot be
+    read.
     """
     try:
         if path.is_symlink():
@@ -55,7 +60,13 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         with open(handle, "rb", buffering=0) as file:
             yield file
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise unread("read", path, error) from error
+
+
+def unread(doing: str, path: Path, error: OSError) -> CheckpointError:
+    """The error of a read: StorageError where nothing is known of what is at `path`."""
+    kind = CheckpointError if error.errno in _NO_FILE else StorageError
+    return kind(f"cannot {doing} {path}: {error.strerror}")
 
 
 def file_size(path: Path) -> int:

@@ -7,7 +7,7 @@ from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
 from megapipe.checkpoint.storage import Place, at
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, StorageError
 from megapipe.paths import LATEST, is_folder
 
 OF_A_RUN = "checkpoints"
@@ -35,7 +35,8 @@ def find_checkpoint(path: Place, *, verify: bool = True) -> Checkpoint:
 
 
 def find_intact(root: Place, *, skip: Iterable[Place] = ()) -> Found:
-    """The newest checkpoint in `root` that opens, and whose every byte is what was written."""
+    """The newest checkpoint in `root` that opens, and whose every byte is what was written. Raises
+    StorageError where a newer one cannot be read."""
     passed, damaged = set(skip), list[str]()
     while True:
         found = find_newest(root, skip=passed)
@@ -44,6 +45,8 @@ def find_intact(root: Place, *, skip: Iterable[Place] = ()) -> Found:
         try:
             Checkpoint.open(found.path).verify()
             return Found(found.path, [*found.skipped, *damaged])
+        except StorageError:
+            raise
         except CheckpointError as error:
             damaged.append(str(error))
             passed.add(found.path)

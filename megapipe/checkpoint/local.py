@@ -15,6 +15,7 @@ from megapipe.checkpoint.durable import (
     open_regular,
     read_bounded,
     sync_folder,
+    unread,
 )
 from megapipe.checkpoint.names import STAGING_PREFIX
 from megapipe.errors import CheckpointError
@@ -51,7 +52,7 @@ class LocalPath:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"cannot list {self.path}: {error.strerror}") from error
+            raise unread("list", self.path, error) from error
 
     def sync(self) -> None:
         sync_folder(self.path)
@@ -60,7 +61,11 @@ class LocalPath:
         return self.path.is_dir()
 
     def sizes(self, names: Iterable[str], suffix: str) -> dict[str, int]:
-        found = {file.name: file.lstat().st_size for file in self.path.glob(f"*{suffix}")}
+        try:
+            files = [entry for entry in os.scandir(self.path) if entry.name.endswith(suffix)]
+            found = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in files}
+        except OSError as error:
+            raise unread("list", self.path, error) from error
         return found | {name: file_size(self.path / name) for name in names}
 
     def publish(self, name: Callable[[], str]) -> str:

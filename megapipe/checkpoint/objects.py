@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from megapipe.answers import Mute, within
 from megapipe.checkpoint.names import MANIFEST
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, StorageError
 from megapipe.urls import check_folder
 from megapipe.words import one_line
 
@@ -144,9 +144,9 @@ class RemotePath:
         try:
             return self.store.repeated(work)
         except _Failed as failed:
-            raise CheckpointError(
-                f"cannot {doing} {self.url}: {_said(failed.cause)}"
-            ) from failed.cause
+            gone = isinstance(failed.cause, FileNotFoundError)
+            kind = CheckpointError if gone else StorageError
+            raise kind(f"cannot {doing} {self.url}: {_said(failed.cause)}") from failed.cause
 
     def probe(self) -> None:
         """Write and remove an object, to find out before a save whether that is possible."""
@@ -261,16 +261,23 @@ class RemotePath:
         size = self._size()
         if size > limit:
             raise CheckpointError(f"{self} has {size} bytes, at most {limit} are allowed")
-        data = self.read_range(0, size) if size else b""
-        if len(data) != size:
-            raise CheckpointError(f"{self} ends early")
-        return data
+        return self.read_range(0, size) if size else b""
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop`, fewer where the object ends before."""
+        """Read bytes `start` to `stop`, or fewer where the object ends before. Raises StorageError
+        where the store answers with less than there is."""
         system, key = self.store.system, self._key
-        data: bytes = self._ask("read", lambda: system.cat_file(key, start=start, end=stop))
-        return data
+
+        def ask() -> bytes:
+            data: bytes = system.cat_file(key, start=start, end=stop)
+            if len(data) < stop - start:
+                system.invalidate_cache()
+                there = min(int(system.info(key)["size"]), stop) - start
+                if len(data) < there:
+                    raise OSError(f"the store answers with {len(data)} of {there} bytes")
+            return data
+
+        return self._ask("read", ask)
 
     def exists(self) -> bool:
         system, key = self.store.system, self._key

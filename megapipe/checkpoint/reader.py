@@ -29,7 +29,7 @@ from megapipe.checkpoint.shard import (
     slots_by_file,
 )
 from megapipe.checkpoint.storage import Place, at
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, StorageError
 
 RUN_BYTES = 1 << 26
 """Of tensors that one thread looks at, one after the other."""
@@ -264,7 +264,8 @@ def find_newest(root: Place, *, skip: Container[Place] = ()) -> Found:
 
     The scan decides; the pointer file and file times do not count. The files' contents are not
     hashed here: if :meth:`Checkpoint.verify` or a read fails later, put the folder in `skip` and
-    ask again. Raises CheckpointError if `root` exists but cannot be listed.
+    ask again. Raises StorageError if `root` exists but cannot be listed, or a manifest cannot be
+    read: what the store does not answer for is not damaged.
     """
     skipped: list[str] = []
     for key in committed(root):
@@ -273,6 +274,8 @@ def find_newest(root: Place, *, skip: Container[Place] = ()) -> Found:
             continue
         try:
             step = Checkpoint.open(path).step
+        except StorageError:
+            raise
         except CheckpointError as error:
             skipped.append(str(error))
             continue

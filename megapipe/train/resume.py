@@ -18,7 +18,7 @@ from megapipe.config import Config
 from megapipe.convert.folder import HuggingFaceFolder, read_model
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.errors import CheckpointError, ConfigError, MegapipeError
+from megapipe.errors import CheckpointError, ConfigError, MegapipeError, StorageError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.train import checkpoint_io
 from megapipe.train.checkpoint_io import Weights
@@ -27,6 +27,9 @@ from megapipe.train.run_folder import patience_s
 from megapipe.train.source import Source, folder_to_load, of_load
 from megapipe.train.upcycle import without_source
 from megapipe.urls import is_remote
+
+_UNREAD = "it may be intact, so it is neither passed over nor removed"
+"""What follows where a checkpoint cannot be read."""
 
 if TYPE_CHECKING:
     from megapipe.train.step import TrainStep
@@ -43,19 +46,19 @@ def choose(
     """The newest checkpoint in `checkpoints` that is intact, or a newer one in the `memory` of the
     nodes, else ``checkpoint.load``, else weights that are in `checkpoints` alone.
 
-    Damaged ones are passed over; ``checkpoint.load`` must be intact. Where a launcher has started
-    the run again, rank 0 is given `before`: if not 0, checkpoints of so many steps or more are
-    passed over from now on, as long as there is another. Copies in memory that are newer than what
-    is chosen are removed. Raises :class:`CheckpointError` or :class:`ConfigError` on every rank, as
+    Damaged ones are passed over if one is intact; ``checkpoint.load`` must be intact. Where a
+    launcher has started the run again, rank 0 is given `before`: if not 0, checkpoints of so many
+    steps or more are passed over from now on, as long as there is another. Copies in memory that
+    are newer than what is chosen are removed. Raises :class:`CheckpointError` or :class:`ConfigError` on every rank, as
     ``run.resume`` demands.
     """
     before = json.loads(mesh.share(json.dumps(before)))
     if config.run.resume == "never" and before is None:
-        path = _newest(checkpoints, set(), [], mesh)
-        if path is not None:
+        own = newest_intact(checkpoints, mesh)
+        if (checkpoint := own.checkpoint or own.weights) is not None:
             raise ConfigError(
-                f"{checkpoints.parent} already has the checkpoint {path.name}, and run.resume is "
-                "never; choose another run.name"
+                f"{checkpoints.parent} already has the checkpoint {checkpoint.path.name}, and "
+                "run.resume is never; choose another run.name"
             )
     failed = _failed(checkpoints, before or 0, mesh)
     copies = None if memory is None else _Copies(memory, run_of(flatten(config)), before or None)
@@ -82,12 +85,14 @@ def choose(
             failed=failed,
             in_memory=memory is not None and memory.has(found.checkpoint),
         )
-    if found.damaged or config.run.resume == "must":
+    never, must = (config.run.resume == word for word in ("never", "must"))
+    if must or (found.damaged and not never):
         where = "" if found.damaged else "run.resume=must: "
         reasons = f": {'; '.join(found.skipped)}" if found.skipped else ""
+        advice = "to begin anew set run.resume=never, or another run.name"
         raise CheckpointError(
             f"{where}{checkpoints}: no checkpoint to resume from{reasons}; "
-            + ("to begin anew choose another run.name" if reasons else "expected one, or auto")
+            + (advice if reasons else "expected one, or auto")
         )
     source = Source(skipped=found.skipped)
     if config.checkpoint.load is not None:
@@ -266,28 +271,28 @@ class Newest(NamedTuple):
     skipped: list[str]
     """Why newer ones were passed over."""
     damaged: bool
-    """Some of these could be opened, but have other bytes than were written."""
+    """Some on the disk are damaged."""
     weights: Checkpoint | None = None
     """The newest of weights alone that is intact, of those that are newer."""
 
 
 def newest_intact(folder: Place, mesh: ParallelMesh, but: Collection[Place] = ()) -> Newest:
     """The newest checkpoint in `folder` that :func:`verified` finds nothing wrong with, of all
-    `but` some, and one of weights alone that is newer."""
+    `but` some, and one of weights alone that is newer. Raises :class:`CheckpointError` on every
+    rank where one cannot be read."""
     skipped: list[str] = []
-    passed, damaged = {*but}, False
+    passed = {*but}
     weights: Checkpoint | None = None
     while (path := _newest(folder, passed, skipped, mesh)) is not None:
         checkpoint, problem = verified(path, mesh)
         if checkpoint is None:
             skipped.append(problem)
-            damaged = True
         elif checkpoint.has_state:
-            return Newest(checkpoint, skipped, damaged, weights)
+            return Newest(checkpoint, skipped, bool(skipped), weights)
         else:
             weights = weights or checkpoint
         passed.add(path)
-    return Newest(None, skipped, damaged, weights)
+    return Newest(None, skipped, bool(skipped), weights)
 
 
 def _failed(folder: Place, before: int, mesh: ParallelMesh) -> FailedCheckpoints:
@@ -310,27 +315,33 @@ def _newest(
     checkpoints: Place, skip: set[Place], skipped: list[str], mesh: ParallelMesh
 ) -> Place | None:
     """The newest checkpoint that rank 0 finds; `skipped` gets why it passed over others."""
-    found, error = Found(None, []), None
+    found = Found(None, [])
+    error: MegapipeError | None = None
     if mesh.rank == 0:
         try:
             found = find_newest(checkpoints, skip=skip)
+        except StorageError as problem:
+            error = StorageError(f"{problem}; {_UNREAD}")
         except MegapipeError as problem:
             error = problem
     all_or_none(mesh, error)
     own = "" if found.path is None else found.path.name
     name, reasons = json.loads(mesh.share(json.dumps([own, found.skipped])))
-    skipped += reasons if not skip else []
+    skipped += [reason for reason in reasons if reason not in skipped]
     return checkpoints / name if name else None
 
 
 def verified(path: Place, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
     """The checkpoint if it is whole and its values are finite, else why not. Each rank reads its
-    share of the files."""
-    checkpoint, error = None, None
+    share of the files. Raises :class:`CheckpointError` on every rank if one cannot read them."""
+    checkpoint, error, unread = None, None, None
     try:
         checkpoint = Checkpoint.open_sound(path, mesh.rank, mesh.world)
+    except StorageError as problem:
+        unread = StorageError(f"{problem}; {_UNREAD}")
     except CheckpointError as problem:
         error = str(problem)
+    all_or_none(mesh, unread)
     first = mesh.agree(error)
     return (checkpoint, "") if first is None else (None, first)
 

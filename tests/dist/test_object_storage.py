@@ -228,6 +228,31 @@ def test_old_checkpoints_go_and_exports_are_made(store: ObjectServer, tmp_path: 
 
 
 @pytest.mark.full
+def test_nothing_follows_from_checkpoints_that_cannot_be_read(
+    store: ObjectServer, tmp_path: Path
+) -> None:
+    """The store answers with half of each shard in a start, then with 503 at a removal."""
+    given = settings(tmp_path, store, **{"checkpoint.keep": "1"})
+    assert job(tmp_path, {**given, "train.stop_after": "4", "checkpoint.keep": "2"}).codes == [0, 0]
+    keys = store.keys("runs/run")
+    store.fault = lambda _, request: "short" if request.key.endswith(".safetensors") else None
+    outcome = job(tmp_path, given)
+    outcome.assert_one_line(5, "/step-00000004-", "the store answers with", "it may be intact")
+    assert store.keys("runs/run") == keys
+    older = next(key.name for key in committed(root_of(store, "run")) if key.step == 2)
+    store.fault = lambda _, request: (
+        "error" if request.kind == "GET" and older in request.key else None
+    )
+    outcome = job(tmp_path, {**given, "checkpoint.every": "1"})
+    assert outcome.codes == [0, 0], outcome.text
+    left = "older checkpoints are not removed before the next save: cannot read "
+    assert any(note.startswith(left) and older in note for note in notes(tmp_path, "run"))
+    store.fault = lambda _, request: None
+    assert job(tmp_path, {**given, "checkpoint.every": "1", "train.steps": "8"}).codes == [0, 0]
+    assert [key.step for key in committed(root_of(store, "run"))] == [8, 7]
+
+
+@pytest.mark.full
 def test_a_store_that_does_not_serve_ends_the_run_in_a_line(
     store: ObjectServer, tmp_path: Path
 ) -> None:

@@ -149,6 +149,17 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path) -> None:
     assert any(n.startswith("resumed from") and f"{HALF:08d}" in n for n in notes)
 
     damage(checkpoint(tmp_path, "full", HALF))
+    for path in (tmp_path / "runs/full/checkpoints").glob(f"step-{STEPS:08d}*"):
+        (path / "manifest.json").unlink()
+    refused, anew = run(
+        tmp_path, Play("full", one), Play("full", {**one, "run.resume": "never"}), world=2
+    )
+    for rank in refused:
+        kind, text = rank["error"]
+        assert kind is CheckpointError
+        assert "no checkpoint to resume from: " in text
+        assert "to begin anew set run.resume=never" in text
+    assert [rank["first_step"] for rank in anew] == [0, 0]
     load = {"checkpoint.load": str(checkpoint(tmp_path, "full", HALF))}
     (refused,) = run(tmp_path, Play("loads", {**one, **load}), world=2)
     for rank in refused:

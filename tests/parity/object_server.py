@@ -17,9 +17,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
-Fault = Literal["error", "drop", "late", "mute", "deny"]
+Fault = Literal["error", "drop", "late", "mute", "deny", "short"]
 """Nothing is done and the answer is 503; the connection ends instead of an answer, before it is
-done ("drop") or after that ("late"); no answer comes; the answer is 403."""
+done ("drop") or after that ("late"); no answer comes; the answer is 403; the answer is well-formed
+and has half of its bytes."""
 BUCKET = "bucket"
 
 
@@ -130,6 +131,13 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "late":
             self.close_connection = True
             self._answer = lambda *_, **__: None  # type: ignore[method-assign]
+        if fault == "short":
+            whole = self._answer
+            self._answer = (
+                lambda code, data=b"", **headers: whole(  # type: ignore[method-assign]
+                    code, data[: len(data) // 2], **headers
+                )
+            )
         if key.split("/")[0] != BUCKET:
             self._answer(404, b"NoSuchBucket")
             return

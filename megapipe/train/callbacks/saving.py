@@ -57,6 +57,8 @@ class Saving(Callback):
         """The checkpoint that was saved last."""
         self._sound = {**dict.fromkeys(sound, True), **dict.fromkeys(failed, False)}
         """Whether checkpoints can be gone on from, of those that were looked at."""
+        self._written: set[Place] = set()
+        """Checkpoints that this start has saved."""
         self._unproven: int | None = None
         """The step of the checkpoint that was saved last, if no finite step has followed it."""
         self._lasted: float | None = None
@@ -213,12 +215,17 @@ class Saving(Callback):
 
     def _note(self, run: Run, path: Place, more: str = "") -> None:
         self.newest = path
+        self._written.add(path)
         run.note(f"saved {path}{more}")
 
     def _remove_old(self, run: Run) -> None:
         """Remove what is older than the checkpoints to keep, now that a step with finite numbers
-        has followed the newest; with saves in the background those do not count as kept at which
-        ranks have yet to look, which they begin to. What cannot be verified or removed is told."""
+        has followed the newest.
+
+        No checkpoint counts as kept, and none of an earlier start is removed, before ranks have
+        looked at it: at once, or while training goes on where saves are in the background. What
+        cannot be read or removed is told.
+        """
         assert self.newest is not None, "there is a checkpoint that was to be followed"
         if self._check is not None:
             return
@@ -229,12 +236,12 @@ class Saving(Callback):
         keys = [Committed(*key) for key in json.loads(mesh.share(json.dumps(found)))]
         unknown: list[Place] = []
 
-        def is_sound(path: Place) -> bool:
+        def is_known(path: Place) -> bool:
             if path not in self._sound and waits:
                 self._judge(run, path, *verified(path, mesh))
             if path not in self._sound:
                 unknown.append(path)
-            return self._sound.get(path, False)
+            return path in self._sound
 
         paths = [self.checkpoints / key.name for key in keys]
         always = {
@@ -242,10 +249,21 @@ class Saving(Callback):
             for path, key in zip(paths, keys, strict=True)
             if is_due(run.config.checkpoint.keep_every, key.step)
         }
-        unneeded = outdated(paths, run.config.checkpoint.keep, self.newest, is_sound)
+        keep = run.config.checkpoint.keep
+        try:
+            unneeded = outdated(
+                paths, keep, self.newest, lambda path: is_known(path) and self._sound[path]
+            )
+            old = [
+                path
+                for path in unneeded
+                if path not in always and (path in self._written or is_known(path))
+            ]
+        except CheckpointError as error:
+            self._not_removed(run, error)
+            return
         if unknown:
             self._check = Check(unknown[0], mesh, mesh.store)
-        old = [path for path in unneeded if path not in always]
         if old and mesh.rank == 0:
             self._removing = Removing(lambda: _remove_all_but_weights(self.checkpoints, old))
             if waits:
@@ -254,9 +272,17 @@ class Saving(Callback):
     def _take_check(self, run: Run, check: Check) -> None:
         """Take the outcome of a look at a checkpoint, and go on with removing."""
         self._check = None
-        self._judge(run, check.path, *check.finish())
+        try:
+            self._judge(run, check.path, *check.finish())
+        except CheckpointError as error:
+            self._not_removed(run, error)
+            return
         if self._unproven is None:
             self._remove_old(run)
+
+    @staticmethod
+    def _not_removed(run: Run, error: CheckpointError) -> None:
+        run.note(f"older checkpoints are not removed before the next save: {error}")
 
     def _judge(self, run: Run, path: Place, checkpoint: Checkpoint | None, problem: str) -> None:
         """Note whether a checkpoint, None if it has a `problem`, is one to go on from."""

@@ -22,11 +22,12 @@ from megapipe.checkpoint import (
     whole,
 )
 from megapipe.checkpoint import objects as module
+from megapipe.checkpoint.find import find_intact
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST, POINTER, REMOVED
 from megapipe.checkpoint.objects import RemotePath
 from megapipe.checkpoint.storage import Place, at, place_of
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, StorageError
 from tests.parity.object_files import ObjectFileSystem
 from tests.parity.object_server import Fault, ObjectServer, Request
 from tests.unit.checkpoint.checkpoint_worlds import (
@@ -94,7 +95,7 @@ def kinds_of_a_save(store: ObjectServer, root: Place) -> list[str]:
     return kinds
 
 
-@pytest.mark.parametrize("fault", ["drop", only_in_ci("error"), slow("late")])
+@pytest.mark.parametrize("fault", ["drop", "short", only_in_ci("error"), slow("late")])
 def test_a_failure_that_passes_is_got_over(store: ObjectServer, root: Place, fault: Fault) -> None:
     """At each request: a save and all that is read go through, and nothing is left behind."""
     assert isinstance(root, RemotePath)
@@ -232,6 +233,24 @@ def test_an_error_is_no_absence(store: ObjectServer, root: Place) -> None:
     assert re.search(told, problem)
     well(store)
     assert_intact(path, 1)
+
+
+@pytest.mark.parametrize("fault", ["short", "error", "deny"])
+def test_what_cannot_be_read_is_not_damaged(store: ObjectServer, root: Place, fault: Fault) -> None:
+    """Neither the newest checkpoint, by its manifest or by a shard, nor an older one is taken."""
+    for step in (1, 2):
+        path = save_alone(root, step, seed=step)
+    for name in (MANIFEST, ".safetensors"):
+        ending = name
+
+        def failing_read(number: int, request: Request, ending: str = ending) -> Fault | None:
+            return fault if request.kind == "GET" and request.key.endswith(ending) else None
+
+        store.fault = failing_read
+        with pytest.raises(StorageError, match=f"cannot read {path}/.*{re.escape(name)}: "):
+            find_intact(root)
+    well(store)
+    assert find_intact(root) == (path, [])
 
 
 def test_a_bug_is_not_repeated(store: ObjectServer, root: Place) -> None:
