@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.model.interface import Conditions, Loss
-from megapipe.user_code import FAILURES, UserCode
+from megapipe.user_code import FAILURES, UserCode, in_one_line
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
 
 def load_loss(given: Conditions) -> Loss | None:
@@ -36,20 +39,102 @@ def load_loss(given: Conditions) -> Loss | None:
     return loss
 
 
-def looks_like_a_mean(loss: Loss, vocab_size: int, length: int) -> bool:
-    """Whether a loss of logits [b, s, V] is the same for a sequence and for that sequence twice.
+class SumCheck:
+    """A user-defined loss that is checked, once, to be a sum over unmasked tokens.
 
-    It should be a sum over unmasked tokens: a mean would train with gradients of another scale. A
-    loss that takes something else than random logits is not judged.
+    A mean would train with gradients of another scale. The first call after :meth:`start` also
+    computes the loss of the same rows twice, which doubles a sum and leaves a mean as it is. A loss
+    that cannot be computed of twice the rows is computed of both halves. Random numbers of the loss
+    may differ between the two, so the result only has to be nearer to that of a sum.
     """
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        """The loss as it was given."""
+        self._due = False
+        self.finding: str | None = None
+        """The end of a sentence on a loss that is no sum, or that could not be checked."""
+
+    def start(self) -> None:
+        """Check the loss at the next call."""
+        self._due = True
+
+    def __call__(self, output: Any, labels: Tensor, mask: Tensor) -> Tensor:
+        if not self._due:
+            return self.loss(output, labels, mask)
+        self._due = False
+        # before the loss itself, which may write into what it is given
+        others, problem = self._of_other_rows(output, labels, mask)
+        found = self.loss(output, labels, mask)
+        self.finding = problem or _finding(float(found.detach()), others)
+        return found
+
+    def _of_other_rows(
+        self, output: Any, labels: Tensor, mask: Tensor
+    ) -> tuple[list[float], str | None]:
+        """Compute the loss of all rows twice, or else of each half; with what is wrong, where
+        neither can be computed."""
+        rows = len(labels)
+        every = list(range(rows))
+        problem = None
+        for parts in ([every * 2], [every[: rows // 2], every[rows // 2 :]]):
+            if not all(parts):
+                break
+            try:
+                return [self._of_rows(part, output, labels, mask) for part in parts], None
+            except FAILURES as error:
+                problem = problem or in_one_line(error.__cause__ or error)
+        return [], f"could not be checked to be a sum, as it fails for twice the rows: {problem}"
+
+    def _of_rows(self, numbers: list[int], output: Any, labels: Tensor, mask: Tensor) -> float:
+        """Compute the loss of copies of the rows with these numbers."""
+        import torch
+        from torch.utils._pytree import tree_map
+
+        rows = len(labels)
+        chosen = torch.tensor(numbers, device=labels.device)
+
+        def selected(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or not x.dim():
+                return x
+            if rows in x.shape:  # [b, s, ...] or [s, b, ...]
+                return x.index_select(x.shape.index(rows), chosen)
+            if len(x) % rows:
+                return x
+            return x.unflatten(0, (rows, -1)).index_select(0, chosen).flatten(0, 1)  # [b s, ...]
+
+        with torch.no_grad(), _same_random_numbers(labels.device):
+            return float(self.loss(*tree_map(selected, (output, labels, mask))))
+
+
+@contextmanager
+def _same_random_numbers(device: device) -> Iterator[None]:
+    """Leave the generators of torch, numpy and Python as they are."""
+    import numpy as np
     import torch
 
-    rng = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, length, vocab_size, generator=rng)
-    labels = torch.randint(vocab_size, (1, length), generator=rng)
-    mask = torch.ones(1, length, dtype=torch.bool)
-    with contextlib.suppress(Exception), torch.no_grad():
-        once = float(loss(logits, labels, mask))
-        twice = float(loss(logits.repeat(2, 1, 1), labels.repeat(2, 1), mask.repeat(2, 1)))
-        return once != 0 and abs(twice - once) < 1e-3 * abs(once)
-    return False
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _finding(once: float, others: list[float]) -> str | None:
+    """Describe what is wrong with a loss that is `once` for all rows and, as `others`, one number
+    for these rows twice or two for their halves; None: it is a sum."""
+    other, rows = sum(others), "its rows twice" if len(others) == 1 else "its halves together"
+    if not once or not math.isfinite(once + other):
+        return (
+            f"could not be checked to be a sum: it is {once:g} for the first micro-batch, and "
+            f"{other:g} for {rows}"
+        )
+    of_a_mean = once * len(others)
+    if abs(other - of_a_mean) >= abs(once) / 2:
+        return None
+    return (
+        f"is {once:g} for the first micro-batch and {other:g} for {rows}, as a mean would be: "
+        "expected the sum over unmasked tokens, or gradients have another scale"
+    )

@@ -12,23 +12,18 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
 from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.layout.checks import passed, shortened
-from megapipe.layout.family import conditions_of
-from megapipe.model.own_loss import load_loss, looks_like_a_mean
 from megapipe.plan.report import changed_by_experts, met_by_a_token
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.changes import Change, Changes
 from megapipe.train.source import Source
 from megapipe.words import counted
 
-JUDGED = 16
-"""Tokens of the sequence by which a loss of the user's is judged."""
-
 
 def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
     """The lines, in order."""
     yield banner(run)
     kernels = run.train_step.kernels
-    yield from (kernels.banner(), *kernels.warnings(), *shortened(run.config), *_of_loss(run))
+    yield from (kernels.banner(), *kernels.warnings(), *shortened(run.config))
     for reason in source.skipped:
         yield f"passed over a damaged checkpoint: {reason}"
     if source.checkpoint is not None:
@@ -54,20 +49,6 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
         for change in changes.told:
             yield f"changed since: {change}"
         yield from _of_others(run, source.weights.path)
-
-
-def _of_loss(run: Run) -> Iterator[str]:
-    """A line where a loss of the user's seems to be a mean."""
-    config = run.config
-    if config.train.loss is None or run.mesh.rank > 0:
-        return
-    loss, vocab = load_loss(conditions_of(config)), config.model.vocab_size
-    assert loss is not None
-    if looks_like_a_mean(loss, vocab or 2, min(JUDGED, config.train.sequence_length)):
-        yield (
-            f"train.loss={config.train.loss} gives the same for a sequence and for it twice, as a "
-            "mean does: expected the sum over unmasked tokens, or gradients have another scale"
-        )
 
 
 def _of_decay(run: Run, change: Change) -> Iterator[str]:

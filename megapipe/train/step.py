@@ -159,6 +159,8 @@ class TrainStep:
         self._validators: dict[int, tuple[Schedule, list[Executor]]] = {}
         self._warm: Schedule | None = None
         """The schedule whose operations have run on this device."""
+        self.when_warm: Callable[[], None] = lambda: None
+        """Called before the first step of each schedule, when its operations have run."""
         self._watched: dict[tuple[bool, bool], list[Executor]] = {}
         """Executors that (record, name)."""
         self.position = Position(0, 0)
@@ -269,6 +271,7 @@ class TrainStep:
         """The step; the results that are known now."""
         if self._warm is not self.schedule:
             self._warm_up(step, rows)
+            self.when_warm()
         if self.streaming is not None:
             return self.streaming.train(step, rows, wishes, record=record, name=name)
         executors = self._executors
@@ -307,9 +310,8 @@ class TrainStep:
         and those of validation (:mod:`megapipe.train.warm_up`)."""
         self._warm = self.schedule
         sends = len(self.pipeline.ranks) < self.placement.ranks
-        if self.mesh.device.type != "cuda" or not sends:
-            return
-        for schedule in (self.schedule, forward_only(self.placement, 1)):
+        warmed = (self.schedule, forward_only(self.placement, 1))
+        for schedule in warmed if self.mesh.device.type == "cuda" and sends else ():
             first = self.samples(step)
             microbatches, _ = self._feed.fetch(schedule, rows, step, first, 1.0, self.left_out)
             WarmUp(self, schedule, self._messages.of_schedule(schedule)).run(microbatches)

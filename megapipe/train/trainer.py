@@ -26,6 +26,7 @@ from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.copy_check import CopyCheck
 from megapipe.train.callbacks.copying import Copying
 from megapipe.train.callbacks.exporting import Exporting
+from megapipe.train.callbacks.loss_check import LossCheck
 from megapipe.train.callbacks.profiling import Profiling
 from megapipe.train.callbacks.reports import Reports
 from megapipe.train.callbacks.sample_log import SampleLog
@@ -176,6 +177,8 @@ class Trainer:
             ),
             Timelines(),
         ]
+        if config.train.loss is not None:
+            first.insert(0, LossCheck())
         if config.log.samples:
             first.append(SampleLog(self.training))
         if self._telling is not None:

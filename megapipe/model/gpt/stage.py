@@ -59,11 +59,11 @@ class GPTStage(nn.Module):
         config: ModelConfig,
         spec: StageSpec,
         sharding: Sharding,
-        own_loss: Loss | None = None,
+        loss: Loss | None = None,
         lora: Lora | None = None,
     ) -> None:
         super().__init__()
-        self.own_loss = own_loss
+        self.loss = loss
         self.frozen = lora is not None
         self.config = config
         self.spec = spec
@@ -113,9 +113,9 @@ class GPTStage(nn.Module):
         assert mb.labels is not None
         assert mb.mask is not None
         assert self.config.vocab_size is not None
-        if self.own_loss is not None:
+        if self.loss is not None:
             logits = self._capped(head(hidden)).transpose(0, 1)[..., : self.config.vocab_size]
-            return self.own_loss(logits, mb.labels, mb.mask != 0)
+            return self.loss(logits, mb.labels, mb.mask != 0)
         labels, mask, vocab = mb.labels.t(), mb.mask.t(), self.config.vocab_size
         chunk = self.sharding.kernels.loss_chunk
         if chunk:
