@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
 from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.layout.checks import passed, shortened
+from megapipe.optim.lr import learning_rate
 from megapipe.plan.report import changed_by_experts, met_by_a_token
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.changes import Change, Changes
@@ -33,7 +34,7 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
         yield f"resumed from {where}{source.checkpoint.path} at {at}"
         for change in changes.told:
             yield f"changed since: {change}"
-            yield from _of_decay(run, change)
+        yield from _of_decay(run, changes.told)
         yield from passed(run.config.log, run.first_step)
         yield from _of_checkpoint(run, source.checkpoint, is_own=source.is_own)
         streaming = run.train_step.streaming
@@ -51,16 +52,26 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
         yield from _of_others(run, source.weights.path)
 
 
-def _of_decay(run: Run, change: Change) -> Iterator[str]:
-    """A line where more steps take back a decay that had begun, which holds the peak before it."""
-    config = run.config.optimizer
-    if change.key != "train.steps" or config.schedule != "wsd":
+def _of_decay(run: Run, told: Sequence[Change]) -> Iterator[str]:
+    """A line where changes take back a decay of the learning rate, as more steps do."""
+    before = {change.key: change.stored for change in told}
+    now, steps = run.config.optimizer, run.config.train.steps
+    keys = type(now).model_fields.keys()
+    old = now.model_copy(
+        update={key: before[f"optimizer.{key}"] for key in keys if f"optimizer.{key}" in before}
+    )
+    reshaped = before.keys() & {"train.steps", "optimizer.schedule", "optimizer.decay_steps"}
+    if not reshaped or run.first_step == 0 or old.own_schedule or now.own_schedule:
         return
-    begins = change.stored - config.least_decay(change.stored)
-    if begins < run.first_step <= change.now - config.least_decay(change.now):
+    old_steps = before.get("train.steps", steps)
+    last = learning_rate(old, run.first_step - 1, old_steps)
+    following = learning_rate(now, run.first_step, steps)
+    decays = run.first_step > old.warmup(old_steps) and last < old.lr
+    if decays and following > last:
+        peak = "its peak" if following == now.lr else f"of a peak of {now.lr:g}"
         yield (
-            f"optimizer.schedule=wsd: the decay had begun at step {begins}; with train.steps="
-            f"{change.now} the learning rate goes back to its peak, {config.lr:g}"
+            f"optimizer.schedule={now.schedule}: the learning rate had decayed to {last:g} by step "
+            f"{run.first_step}, and goes back to {following:g}, {peak}, in the next one"
         )
 
 

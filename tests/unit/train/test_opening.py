@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,30 +149,53 @@ def test_alternatives() -> None:
     assert [either(values) for values in ([1], [1, 2], [1, 2, 4])] == ["1", "1 or 2", "1, 2 or 4"]
 
 
+WSD = {"optimizer.schedule": "wsd"}
+SHORT = {**WSD, "optimizer.decay_steps": 4}
+LATE = "goes back to 0.01, its peak, in the next one"
+
+
 @pytest.mark.parametrize(
-    ("first_step", "before", "now", "tells"),
+    ("step", "before", "now", "told"),
     [
-        (95, 100, 200, True),
-        (100, 100, 200, True),
-        (90, 100, 200, False),  # the decay has not begun
-        (95, 100, 101, False),  # and goes on
+        (95, {"train.steps": 100, **WSD}, {"train.steps": 200}, f"0.00505 by step 95, and {LATE}"),
+        (100, {"train.steps": 100, **WSD}, {"train.steps": 200}, f"0.0001 by step 100, and {LATE}"),
+        (90, {"train.steps": 100, **WSD}, {"train.steps": 200}, None),  # has not begun
+        (95, {"train.steps": 100, **WSD}, {"train.steps": 101}, None),  # goes on
+        # less than a decay is left, which begins before the step that comes next
+        (
+            12,
+            {"train.steps": 12, **SHORT},
+            {"train.steps": 15},
+            "0.0001 by step 12, and goes back to 0.00505, of a peak of 0.01, in the next one",
+        ),
+        # the decay that had begun is the stored one
+        (
+            10,
+            {"train.steps": 12, **SHORT},
+            {"train.steps": 24, "optimizer.decay_steps": 2},
+            f"0.00505 by step 10, and {LATE}",
+        ),
+        (8, {"train.steps": 12, **SHORT}, {"optimizer.decay_steps": 2}, None),
+        (10, {"train.steps": 12, **SHORT}, {"optimizer.decay_steps": 1}, f"0.00505 by.* {LATE}"),
+        (10, {"train.steps": 12, **SHORT}, {"optimizer.schedule": "constant"}, LATE),
+        (51, {"train.steps": 101, "optimizer.schedule": "linear"}, {"train.steps": 202}, "goes"),
+        (51, {"train.steps": 101, "optimizer.schedule": "linear"}, {"train.steps": 90}, None),
+        (51, {"train.steps": 101, "optimizer.schedule": "linear"}, {"optimizer.lr": 0.02}, None),
+        (5, {"train.steps": 100, "optimizer.warmup_steps": 9, **WSD}, {"train.steps": 200}, None),
+        (0, {"train.steps": 100, **WSD}, {"train.steps": 200}, None),
     ],
 )
-def test_more_steps_after_the_decay_of_wsd_take_it_back(
-    first_step: int, before: int, now: int, tells: bool
+def test_a_decay_that_is_taken_back_is_told(
+    step: int, before: dict[str, Any], now: dict[str, Any], told: str | None
 ) -> None:
-    keys = ["optimizer.lr=0.01", "optimizer.warmup_steps=0", f"train.steps={now}"]
-    run = begun("optimizer.schedule=wsd", *keys)
-    run.first_step = first_step
-    told = (
-        "optimizer.schedule=wsd: the decay had begun at step 90; with train.steps=200 the learning "
-        "rate goes back to its peak, 0.01"
-    )
-    lines = list(_of_decay(run, Change("train.steps", before, now)))
-    assert lines == ([told] if tells else [])
-    if tells:
-        assert learning_rate(run.config.optimizer, first_step - 1, before) < 0.01
-        assert learning_rate(run.config.optimizer, first_step, now) == 0.01
-    run = begun(*keys)
-    run.first_step = first_step
-    assert list(_of_decay(run, Change("train.steps", before, now))) == []
+    """A run goes on after `step` with other keys than those from `before`."""
+    usual = {"optimizer.lr": 0.01, "optimizer.min_lr": 0.0001, "optimizer.warmup_steps": 0}
+    before = usual | before
+    run = begun(*(f"{key}={value}" for key, value in (before | now).items()))
+    run.first_step = step
+    changes = [Change(key, before[key], value) for key, value in now.items()]
+    lines = list(_of_decay(run, changes))
+    assert len(lines) == (told is not None)
+    if told is not None:
+        assert re.search(f"^optimizer.schedule=.*: the learning rate had .*{told}", lines[0])
+        assert learning_rate(run.config.optimizer, step, run.config.train.steps) > 0.0001
