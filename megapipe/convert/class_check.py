@@ -10,6 +10,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +78,14 @@ def _compare(config: Any, model: ModelConfig) -> None:
             f"the config of transformers' {name} describes another model ({found}), by "
             f"model.{', model.'.join(other)}"
         )
-    for key, value, rest in each_left_out(toy):
+    # first keys that describe nothing to megapipe, so that the class alone makes something of them
+    left_out = sorted(each_left_out(toy), key=lambda each: config_from_hf(each[1]) != described)
+    for path, rest in left_out:
         if difference(rest, config_from_hf(rest)) is None:
+            value = reduce(getitem, path, config.to_dict())
             raise ConfigError(
-                f"{key} = {value}: transformers' {name} computes another model than megapipe "
-                f"({found}); without this key they agree"
+                f"{'.'.join(path)} = {value}: transformers' {name} computes another model than "
+                f"megapipe ({found}); without this key they agree"
             )
     raise ConfigError(f"transformers' {name} computes another model than megapipe ({found})")
 
@@ -139,9 +144,9 @@ def _fewer(heads: int) -> int:
     return min(heads, 3 if heads & (heads - 1) else 4)
 
 
-def each_left_out(config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Keys that have not the class' default, those of dictionaries first: name, value, and the
-    configuration without it. Keys that are sizes stay."""
+def each_left_out(config: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path of each key that has not the class' default, those in dictionaries first, and
+    the configuration without it. Keys that are sizes stay."""
     keys, default = config.to_dict(), type(config)().to_dict()
     shapes = _shapes(config)
     inner = [
@@ -151,8 +156,7 @@ def each_left_out(config: Any) -> Iterator[tuple[str, Any, Any]]:
         left, usual = keys, default
         for name in path[:-1]:
             left, usual = left[name], usual.get(name) or {}
-        value = left[path[-1]]
-        if path == ("model_type",) or value == usual.get(path[-1]):
+        if path == ("model_type",) or left[path[-1]] == usual.get(path[-1]):
             continue
         rest = {name: of for name, of in left.items() if name != path[-1]}
         try:
@@ -161,7 +165,7 @@ def each_left_out(config: Any) -> Iterator[tuple[str, Any, Any]]:
         except Exception:  # whatever the class makes of its values
             continue
         if same:
-            yield ".".join(path), value, without
+            yield path, without
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:

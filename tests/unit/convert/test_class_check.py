@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from megapipe.convert import HuggingFaceFolder, check_export, export
+from megapipe.convert import HuggingFaceFolder, check_export, class_check, export
 from megapipe.convert.class_check import at_toy_width, check_class, narrowed
 from megapipe.errors import ConfigError
 from megapipe.layout.family import make_family
@@ -239,6 +239,27 @@ def test_a_key_of_the_class_that_the_table_does_not_know_is_named(table: dict[st
     check_class(config)
     config.scale_attn_by_inverse_layer_idx = True
     with pytest.raises(ConfigError, match=r"^scale_attn_by_inverse_layer_idx = True: tr"):
+        check_class(config)
+
+
+def test_a_key_that_means_nothing_to_megapipe_is_named_before_others() -> None:
+    """Without its window the class agrees too, as texts are shorter than the default."""
+    config = config_to_hf(PLAIN["mistral"])
+    config.sliding_window = 24
+    check_class(config)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    with pytest.raises(ConfigError, match=r"^layer_types = \['full_attention', .*: tr"):
+        check_class(config)
+
+
+def test_a_key_is_named_with_its_own_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with that at toy width, which is 7."""
+    monkeypatch.setattr(
+        class_check, "difference", lambda config, _: "far" if config.sliding_window == 7 else None
+    )
+    config = config_to_hf(PLAIN["mistral"])
+    config.sliding_window = 24
+    with pytest.raises(ConfigError, match=r"^sliding_window = 24: .* \(far\)"):
         check_class(config)
 
 
