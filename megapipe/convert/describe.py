@@ -11,12 +11,13 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
 from megapipe.cli import stored_lora, stored_model
 from megapipe.convert.folder import HuggingFaceFolder
-from megapipe.convert.source import Source
+from megapipe.convert.source import CONFIG, Source
 from megapipe.convert.tensor_files import DTYPES, StoredTensors
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import TABLE
+from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.section import Section
 from megapipe.words import counted
 
@@ -46,6 +47,17 @@ def _changed(section: Section) -> dict[str, Any]:
     }
 
 
+def line_of_balance(model: ModelConfig) -> str | None:
+    """Tell with which balance of experts a folder's model is trained, if not with the default."""
+    balance, usual = model.moe.balance, MoEConfig().balance
+    if model.moe.experts is None or balance == usual:
+        return None
+    return (
+        f"by its {CONFIG} the model is trained with model.moe.balance={balance:g}: a run without "
+        f"this key takes {usual:g}"
+    )
+
+
 def lines_of_files(files: StoredTensors) -> Iterator[str]:
     """Sizes and types of the tensors in a folder."""
     values = sum(prod(stored.shape) for stored in files.tensors.values())
@@ -67,6 +79,8 @@ def lines_of_folder(folder: HuggingFaceFolder) -> Iterator[str]:
     yield f"{folder.path}: {row.model_type} ({row.model_class})"
     yield from lines_of_files(folder.files)
     yield _sizes(model, sum(prod(shape) for shape in folder.shapes().values()))
+    if (line := line_of_balance(model)) is not None:
+        yield line
 
 
 def lines_of_source(source: Source, kind: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.layout.checks import passed, shortened
 from megapipe.optim.lr import learning_rate
 from megapipe.plan.report import changed_by_experts, met_by_a_token
+from megapipe.strict_yaml import text_of
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.changes import Change, Changes
 from megapipe.train.source import Source
@@ -48,7 +49,11 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
         if isinstance(source.weights, HuggingFaceFolder) and source.weights.files.note is not None:
             yield source.weights.files.note
         for change in changes.told:
-            yield f"changed since: {change}"
+            now, stored = map(text_of, (change.now, change.stored))
+            yield (
+                f"trains with {change.key}={now}, where {source.weights.path} has {stored}: set "
+                f"{change.key}={stored} to train with that"
+            )
         yield from _of_others(run, source.weights.path)
 
 

@@ -209,9 +209,9 @@ def test_how_a_run_goes_on_otherwise_than_its_folder_is_told(tmp_path: Path) -> 
     assert given["model.moe.balance"] == "0.01"
     changed = {**given, "model.moe.balance": "0.03", "train.stop_after": "1"}
     run(tmp_path, Play("run", changed), Play("same", {**given, "train.stop_after": "1"}), world=1)
-    told = "changed since: model.moe.balance was 0.01 and is 0.03"
-    assert told in notes_of(tmp_path, "run")
-    assert not [line for line in notes_of(tmp_path, "same") if line.startswith("changed since")]
+    told = f"trains with model.moe.balance=0.03, where {tmp_path / 'hf'} has 0.01: set "
+    assert f"{told}model.moe.balance=0.01 to train with that" in notes_of(tmp_path, "run")
+    assert not [line for line in notes_of(tmp_path, "same") if "moe.balance" in line]
 
 
 def notes_of(folder: Path, name: str) -> list[str]:

@@ -20,6 +20,7 @@ from megapipe.convert.commands.arguments import add_trust, be_quiet
 from megapipe.convert.dcp import METADATA
 from megapipe.convert.describe import (
     as_configuration,
+    line_of_balance,
     lines_of_checkpoint,
     lines_of_files,
     lines_of_folder,
@@ -70,7 +71,8 @@ def _folder(path: Path, config: bool) -> None:
         raise
     name = str(path.absolute()) if has_tokenizer(path) else None
     text = as_configuration(folder.model, tokenizer=name, load=path.absolute())
-    _show(lines_of_folder(folder), text, config)
+    line = line_of_balance(folder.model)
+    _show(lines_of_folder(folder), text if line is None else f"# {line}\n{text}", config)
 
 
 def _megatron(path: Path, config: bool, *, trust: bool) -> None:

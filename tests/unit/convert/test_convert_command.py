@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.cli import parse
-from megapipe.convert import HuggingFaceFolder, hub
+from megapipe.convert import HuggingFaceFolder, export, hub
 from megapipe.convert.commands import main
 from megapipe.errors import DataError
 from tests.parity.both_ways import MODEL, change_json, write_both_ways
 from tests.parity.converted import assert_same, state_of, write_checkpoint
 from tests.parity.reference import init_random
 from tests.unit.data.data_cases import train_bpe
+from tests.unit.model.transformers_models import model_of
 
 
 @pytest.fixture
@@ -268,6 +269,26 @@ def test_what_inspect_shows(given: Path, capsys: pytest.CaptureFixture[str]) -> 
     in_config(model_type="opt")(given)
     assert main(["inspect", "hf"]) == 2
     assert "21 tensors of 21,672 values" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("balance", [0.01, 0.05])
+def test_a_balance_of_experts_that_is_no_default_is_told(
+    balance: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the lines, and above the configuration that has it."""
+    model = model_of("mixtral")
+    model = model.model_copy(update={"moe": model.moe.model_copy(update={"balance": balance})})
+    checkpoint = write_checkpoint(tmp_path / "run", model, init_random(model, seed=5))
+    export(checkpoint, tmp_path / "hf", tokenizer="none")
+    folder = str(tmp_path / "hf")
+    line = (
+        "by its config.json the model is trained with model.moe.balance=0.05: a run without this "
+        "key takes 0.01\n"
+    )
+    for argv, told in (([folder], line), ([folder, "--config"], f"# {line}")):
+        capsys.readouterr()
+        assert main(["inspect", *argv]) == 0
+        assert (told in capsys.readouterr().out) == (balance == 0.05)
 
 
 def test_a_name_on_the_hub(
