@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -208,10 +209,11 @@ def _read_config(path: Path) -> Any:
             f"{', '.join(TABLE)}"
         )
     if (quantized := content.get("quantization_config")) is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        told = json.dumps(quantized) if method is None else method
         raise ConfigError(
-            f"{path / CONFIG}: quantization_config ({method}): quantized weights are not read; "
-            "expected a folder of the model in bf16, fp16, fp32 or fp64"
+            f"{path / CONFIG}: quantization_config ({told}): quantized weights are not read; "
+            "expected a folder of the model in bf16, fp16, fp32 or fp64, without this key"
         )
     import transformers
 

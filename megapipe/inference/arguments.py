@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from megapipe import heartbeat
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
 from megapipe.inference.job import add_layout
@@ -44,9 +45,13 @@ def model_of(given: argparse.Namespace) -> Model:
 
     if given.context is not None and given.context < 1:
         raise ConfigError(f"--context {given.context}: expected at least 1")
-    weights = find_weights(given.path, given.mesh)
+    source = find_weights(given.path, given.mesh)
+    assert source.weights is not None
+    if given.mesh.rank == 0:
+        for line in source.notes():
+            heartbeat.say(line)
     return load_model(
-        weights,
+        source.weights,
         given.mesh.device,
         given.mesh,
         tokenizer=given.tokenizer,

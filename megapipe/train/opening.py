@@ -10,7 +10,6 @@ import torch
 from megapipe.checkpoint.durable import foreign
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
-from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.layout.checks import passed, shortened
 from megapipe.optim.lr import learning_rate
 from megapipe.plan.report import changed_by_experts, met_by_a_token
@@ -26,8 +25,7 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
     yield banner(run)
     kernels = run.train_step.kernels
     yield from (kernels.banner(), *kernels.warnings(), *shortened(run.config))
-    for reason in source.skipped:
-        yield f"passed over a damaged checkpoint: {reason}"
+    yield from source.notes()
     if source.checkpoint is not None:
         samples = run.train_step.left_out.number(run.train_step.position.samples)
         at = f"step {run.first_step} of {run.config.train.steps}, sample {samples}"
@@ -46,8 +44,6 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
             )
     if source.weights is not None:
         yield f"begins with the weights of {source.weights.path}"
-        if isinstance(source.weights, HuggingFaceFolder) and source.weights.files.note is not None:
-            yield source.weights.files.note
         for change in changes.told:
             now, stored = map(text_of, (change.now, change.stored))
             yield (

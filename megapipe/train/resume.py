@@ -190,15 +190,14 @@ def placed(name: Path | str, config: Config, mesh: ParallelMesh) -> Place:
     return place
 
 
-def find_weights(name: str, mesh: ParallelMesh) -> Weights:
-    """The weights that `name` stands for, as in ``checkpoint.load``; they must be intact.
+def find_weights(name: str, mesh: ParallelMesh) -> Source:
+    """Find the weights that `name` stands for, as in ``checkpoint.load``; they must be intact.
 
     Raises :class:`CheckpointError` or :class:`ConfigError` on every rank.
     """
     source = Source()
     _begin_from(Config(checkpoint=CheckpointConfig(load=name, load_only="weights")), source, mesh)
-    assert source.weights is not None
-    return source.weights
+    return source
 
 
 def find(name: Path | str, config: Config, mesh: ParallelMesh) -> Checkpoint:

@@ -3,6 +3,7 @@ the run can begin with it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,14 @@ class Source:
     own."""
     in_memory: bool = False
     """The checkpoint is a copy in the memory of the nodes."""
+
+    def notes(self) -> Iterator[str]:
+        """Lines on what was found and is not read: newer checkpoints, or a folder's other files."""
+        for reason in self.skipped:
+            yield f"passed over a damaged checkpoint: {reason}"
+        weights = self.weights.weights if isinstance(self.weights, Upcycled) else self.weights
+        if isinstance(weights, HuggingFaceFolder) and weights.files.note is not None:
+            yield weights.files.note
 
     def take(self, given: Checkpoint | HuggingFaceFolder, config: Config) -> None:
         """Begin with another's, as ``checkpoint.load_only`` and ``checkpoint.upcycle`` say."""

@@ -14,11 +14,15 @@ from transformers import PreTrainedTokenizerFast
 from megapipe.convert import HuggingFaceFolder, export
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import ConfigError, DataError
+from megapipe.evaluate.commands import main as evaluate
 from megapipe.generate.command import main
 from megapipe.inference import Source, load_model
+from megapipe.train.source import Source as StartPoint
+from megapipe.train.upcycle import Upcycled
 from tests.parity import chats
 from tests.parity.converted import write_checkpoint
 from tests.parity.reference import init_random
+from tests.unit.generate.checkpoints import make_config, write
 from tests.unit.model.transformers_models import model_of
 
 BOS, END, TURN = "<|begin_of_text|>", "<|endoftext|>", "<|im_end|>"
@@ -54,6 +58,35 @@ def test_a_folder_s_texts_begin_and_end_as_its_files_say(
     given = [str(folder / "hf"), "--prompt", "the", "--tokens", "3", "--temperature", "0"]
     assert main(given) == 0
     assert capsys.readouterr().out.startswith("the")
+
+
+def test_which_of_two_files_is_read_is_told_by_every_command(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = shutil.copytree(folder / "hf", tmp_path / "hf")
+    (both / "model.safetensors.index.json").write_text("{}")
+    line = f"{both}/model.safetensors is read, as by transformers, not model.safetensors.index.json"
+    for done in (
+        main([str(both), "--prompt", "the", "--tokens", "1"]),
+        evaluate(["perplexity", str(both), "--text", "the"]),
+    ):
+        assert done == 0
+    assert capsys.readouterr().err == 2 * f"megapipe: {line} beside it\n"
+    start = StartPoint(weights=Upcycled(HuggingFaceFolder.open(both), {}))
+    assert list(start.notes()) == [f"{line} beside it"]
+
+
+def test_a_damaged_checkpoint_that_is_passed_over_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (7, 8):
+        write(tmp_path, make_config(), step=step)
+    assert main([str(tmp_path), "--tokens", "1"]) == 0
+    assert capsys.readouterr().err == ""
+    next((tmp_path / "checkpoints/step-00000008").glob("*.safetensors")).unlink()
+    assert main([str(tmp_path), "--tokens", "1"]) == 0
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("megapipe: passed over a damaged checkpoint: ")
 
 
 def test_a_run_s_texts_begin_with_the_end_of_a_document(folder: Path) -> None:
