@@ -77,7 +77,8 @@ def check_load(config: Config) -> None:
     there, and of the run's model.
 
     Nothing is looked at where the run has checkpoints of its own, which come first, and of files
-    no more than their headers: what they hold is checked by all ranks when they read it. Raises
+    no more than their headers: what they hold is checked by all ranks when they read it, and what
+    the class of a folder of Hugging Face's computes by rank 0 when all open it. Raises
     CheckpointError or ConfigError.
     """
     if config.checkpoint.load is None:
@@ -89,7 +90,7 @@ def check_load(config: Config) -> None:
         given: Checkpoint | HuggingFaceFolder
         if found.kind == "hugging_face":
             assert isinstance(found.path, Path)
-            given = HuggingFaceFolder.open(found.path)
+            given = HuggingFaceFolder.open(found.path, compare=False)
         else:
             one = found.path if found.kind == "checkpoint" else find_newest(found.path).path
             if one is None:  # none of them opens: why is told where all are looked through

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import megapipe
 from megapipe.config import Config
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.launch import progress
 from megapipe.train.source import check_load
 from tests.parity.bad_folder import MODEL, change_json, make_folder
+from tests.unit.train.objects import Counting
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,33 @@ def test_a_model_that_cannot_be_expressed(made: Path, tmp_path: Path) -> None:
     change_json(tmp_path / "hf/config.json", hidden_act="gelu_fast")
     with pytest.raises(ConfigError, match=r"^checkpoint\.load: .*hidden_act"):
         check_load(config(tmp_path, "hf"))
+
+
+@pytest.mark.usefixtures("without_git")
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_class_of_a_folder_is_compared_once(
+    refused: bool, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that begins from it ends with a line where the class computes another model."""
+    compared = []
+
+    def compare(given: object) -> None:
+        compared.append(given)
+        if refused:
+            raise ConfigError("window = 3: another model")
+
+    monkeypatch.setattr("megapipe.convert.folder.check_class", compare)
+    sizes = {"steps": 1, "sequence_length": 8, "global_batch": 1, "microbatch": 1}
+    given = config(made, "hf").model_dump() | {"train": sizes}
+    given["run"] = {"folder": str(tmp_path)}
+    given["optimizer"] = {"warmup_steps": 0, "schedule": "constant"}
+    if refused:
+        with pytest.raises(ConfigError, match=r"^checkpoint\.load: .*hf/config.json: window = 3:"):
+            megapipe.train(given, data=Counting)
+        assert not list(tmp_path.glob("*/checkpoints"))
+    else:
+        assert list(megapipe.train(given, data=Counting).glob("checkpoints/step-*"))
+    assert len(compared) == 1
 
 
 def test_none_that_opens_is_left_to_where_all_are_read(made: Path, tmp_path: Path) -> None:
