@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from megapipe.launch.endpoints import Endpoint, Nodes
 from megapipe.launch.forks import Forks, can_fork
 from megapipe.launch.memory_folder import MemoryFolder
 from megapipe.launch.open_files import allow_connections
+from megapipe.launch.place import OPTIONS
 from megapipe.launch.ranks import Ends
 from megapipe.launch.signals import AGAIN_S, NOTICES, STOP_SIGNALS, Listener
 from megapipe.launch.supervisor import Supervisor, line
@@ -420,6 +422,7 @@ def main(argv: Sequence[str]) -> int:
     """Start what `argv` says; returns the exit code."""
     begin_program()
     arguments, command = _parse(argv)
+    os.environ[OPTIONS] = shlex.join(argv[: len(argv) - len(command)])
     try:
         return launch(
             command,

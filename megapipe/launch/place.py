@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megapipe.errors import LaunchError
 
+OPTIONS = "MEGAPIPE_LAUNCH_OPTIONS"
+"""Variable by which megapipe's launcher tells its ranks the options that it was given."""
 RUN_ALONE = "to run one process alone, set RANK=0 WORLD_SIZE=1"
 
 
@@ -32,6 +35,8 @@ class LaunchInfo:
     """Started by torchrun, srun or mpirun."""
     hosted: bool = False
     """The launcher already runs the store at address:port (torchrun does)."""
+    options: tuple[str, ...] | None = None
+    """Options of megapipe's own launcher; None where another one, or none, has started it."""
 
     @property
     def hosts(self) -> bool:
@@ -94,6 +99,8 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
             f"{local_world} of {world} processes are on this host, and none of mpirun's variables "
             "names that of rank 0: expected MASTER_ADDR to be set to it"
         )
+    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names is _TORCHRUN
+    options = environ.get(OPTIONS) if hosted else None
     return LaunchInfo(
         rank,
         world,
@@ -102,7 +109,8 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
         _address(environ, names),
         _port(environ),
         launched=True,
-        hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names is _TORCHRUN,
+        hosted=hosted,
+        options=None if options is None else tuple(shlex.split(options)),
     )
 
 

@@ -84,9 +84,17 @@ def _losses(summary: Summary) -> dict[str, str]:
     return {"validation": f"{summary.validation_loss:.4f}, {compared}", **rows}
 
 
-def next_commands(run_folder: Path, reached: int | None = None) -> dict[str, str]:
+def next_commands(
+    run_folder: Path, reached: int | None = None, options: Sequence[str] | None = None
+) -> dict[str, str]:
     """Commands, by purpose, for going on from the run's last start; none where it has recorded no
-    configuration. Its last step was `reached`; default: as its folder says."""
+    configuration.
+
+    Args:
+        run_folder: the run's folder.
+        reached: its last step; default: as its folder says.
+        options: of the launcher; default: as many processes as the run had.
+    """
     path = newest_config(run_folder)
     if path is None:
         return {}
@@ -96,7 +104,8 @@ def next_commands(run_folder: Path, reached: int | None = None) -> dict[str, str
     if python.startswith(os.pardir):
         python = sys.executable
     megapipe = [python, "-m", "megapipe"]
-    launch = [*megapipe, "launch", "--nproc", str(layout.world)]
+    options = ("--nproc", str(layout.world)) if options is None else options
+    launch = [*megapipe, "launch", *options]
     found = {
         "more text": shlex.join([*megapipe, "generate", str(run_folder), "--prompt", "def "]),
         "to go on": shlex.join([*launch, *training_again(path, reached)]),

@@ -181,7 +181,7 @@ def start(
                 try:
                     trainer.run()
                 except Preempted as stopped:
-                    hint = _resume_hint(trainer.folder.path, trainer.reached, several)
+                    hint = _resume_hint(trainer.folder.path, trainer.reached, info)
                     raise Preempted(f"{stopped}{hint}") from None
         except Finished as finished:
             if info.rank == 0:
@@ -204,18 +204,18 @@ def start(
         ending.cleanup()  # after the peers know: an upload may take its time
 
 
-def _resume_hint(folder: Path, reached: int, several_nodes: bool) -> str:
+def _resume_hint(folder: Path, reached: int, info: LaunchInfo) -> str:
     """Return the command by which a run goes on after step `reached`, as the end of a sentence. On
     several nodes the launcher is left out: only the user knows it."""
     from megapipe.observe.summary import next_commands, training_again  # loads torch
 
     with contextlib.suppress(MegapipeError, OSError):
         path = newest_config(folder)
-        if path is not None and several_nodes:
+        if path is not None and info.local_world < info.world:
             again = training_again(path, reached)
             return f"; to go on, start on each node as before: {shlex.join(again)}"
         if path is not None:
-            return f"; to go on: {next_commands(folder, reached)['to go on']}"
+            return f"; to go on: {next_commands(folder, reached, info.options)['to go on']}"
     return ""
 
 

@@ -133,13 +133,19 @@ def test_an_interrupt_under_torchrun_saves_all(tmp_path: Path) -> None:
 def test_a_signal_under_our_launcher_saves_all(
     to: str, number: signal.Signals, tmp_path: Path
 ) -> None:
+    """With the command that goes on, under a launcher with the same options."""
+    options = ["--nproc=2", "--restarts", "3", "--rdzv-timeout", "50"]
     with Job(tmp_path) as job:
-        job.launch(2, *endless(tmp_path, **{"parallel.pp": "2"}))
+        given = endless(tmp_path, **{"parallel.pp": "2"})
+        job.start(["-m", "megapipe.launch", *options, "train.py", *given])
         job.await_text("| loss")
         os.kill(job.processes[0].pid if to == "launcher" else job.pids()[1], number)
         outcome = job.end()
     assert_saved(outcome, tmp_path)
     assert outcome.codes == [75]
+    _, command = outcome.errors[0].split("; to go on: ")
+    launched = ["-m", "megapipe", "launch", *options, "-m", "megapipe", "train"]
+    assert shlex.split(command)[1:-1] == launched
     _, _, after = outcome.text.partition(outcome.errors[0] + "\n")
     assert not after or (" saved " in after and after.count("\n") == 1), "by rank 0, a moment later"
 

@@ -57,6 +57,9 @@ def test_the_place_under_torchrun() -> None:
     info = find_launch_info(TORCHRUN)
     assert info == LaunchInfo(9, 16, 1, 8, "node0", 1234, launched=True, hosted=True)
     assert not info.ended_by_launcher
+    told = {"MEGAPIPE_LAUNCH_OPTIONS": "--nproc 8 '--rdzv-id=a b'"}
+    assert find_launch_info(TORCHRUN | told).options == ("--nproc", "8", "--rdzv-id=a b")
+    assert find_launch_info(SLURM | told).options is None, "srun within it is another launcher"
     one_node = find_launch_info(
         {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "16"}
     )

@@ -49,6 +49,11 @@ def test_it_ends_with_the_commands_that_go_on_from_the_run(run_folder, monkeypat
     assert train == (
         f"{python} -m megapipe launch --nproc 4 -m megapipe train 'a b/config.yaml' train.steps=60"
     )
+    given = ("--nproc", "4", "--restarts", "3")
+    assert next_commands(place, 30, given)["to go on"] == (
+        f"{python} -m megapipe launch --nproc 4 --restarts 3 -m megapipe train 'a b/config.yaml' "
+        "train.steps=60"
+    )
     monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
     assert all(c.startswith(".venv/bin/python -m ") for c in next_commands(place).values())
     assert cli.parse([str(place / "config.yaml"), "train.steps=60"]).config.train.steps == 60
