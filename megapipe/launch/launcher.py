@@ -77,6 +77,7 @@ def launch(
     rdzv_timeout_s: float = RDZV_TIMEOUT_S,
     last_call_s: float = LAST_CALL_S,
     restarts: int = 0,
+    ends: bool = False,
 ) -> int:
     """Run ``python *command`` in `nproc` processes on this node, one of `nodes` that do the same.
 
@@ -84,7 +85,8 @@ def launch(
     nodes start it again, `restarts` times without coming further. Returns the exit code: that
     of the first rank to fail, 128 + n where signal n killed it; 0 if none fails. Raises
     :class:`LaunchError` if the nodes do not meet, :class:`TooManyRestarts`. To be called in the
-    main thread.
+    main thread. With `ends` this process ends with the code, and signals are ignored from when it
+    is known: a scheduler that ends the job because one launcher has ended changes nothing.
     """
     if is_terminal(sys.stderr):  # somebody waits for a first line
         what = "a process for each GPU" if nproc is None else counted(nproc, "process")
@@ -95,6 +97,7 @@ def launch(
         _progress_file(restarts) as file,
         MemoryFolder(restarts > 0) as memory,
         contextlib.ExitStack() as within,
+        relay.until_known(ends),
     ):
         relay.leave = memory.leave
         forks = within.enter_context(_load_torch(command, nproc, relay))
@@ -308,6 +311,16 @@ class _Relay(Listener):
         self._last = now
 
     @contextlib.contextmanager
+    def until_known(self, ends: bool) -> Iterator[None]:
+        """A block at the end of which the exit code is known: if the process `ends` with it, signals
+        have no meaning any more."""
+        try:
+            yield
+        finally:
+            if ends:
+                self.ignore()
+
+    @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Between two starts."""
         self.pids, self._when = list, "while it was to be started again"
@@ -374,6 +387,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="how long to wait for more nodes when MIN have come and another one has not "
         f"(default {LAST_CALL_S})",
     )  # fmt: skip
+    parser.add_argument(
+        "--verdict", type=Path, metavar="FILE",
+        help="write the exit code there, if it is not 0 and no launcher of the job has written its "
+        "own: what the first one to end says of the job (a scheduler ends the others)",
+    )  # fmt: skip
     arguments = parser.parse_args(options)
     if not command:
         parser.error("no program: expected train.py or another")
@@ -418,13 +436,28 @@ def _gpus() -> int:
     return torch.cuda.device_count() or 1
 
 
+def write_verdict(path: Path, code: int) -> None:
+    """Write the exit code of the job to a file, unless another launcher's is there.
+
+    The file may be there and empty: one that is made before the job is seen by every client of a
+    network file system, as its content is looked for when it is opened.
+    """
+    try:
+        with open(path, "a+") as file:
+            file.seek(0)
+            if not file.read():
+                file.write(f"{code}\n")
+    except OSError as error:
+        say(LaunchError(f"--verdict {path}: {error.strerror}; the exit code is {code}"))
+
+
 def main(argv: Sequence[str]) -> int:
     """Start what `argv` says; returns the exit code."""
     begin_program()
     arguments, command = _parse(argv)
     os.environ[OPTIONS] = shlex.join(argv[: len(argv) - len(command)])
     try:
-        return launch(
+        code = launch(
             command,
             nproc=arguments.nproc,
             nodes=arguments.nnodes,
@@ -433,7 +466,11 @@ def main(argv: Sequence[str]) -> int:
             rdzv_timeout_s=arguments.rdzv_timeout,
             last_call_s=arguments.rdzv_last_call,
             restarts=arguments.restarts,
+            ends=True,
         )
     except MegapipeError as error:
         say(error)
-        return error.exit_code
+        code = error.exit_code
+    if arguments.verdict is not None and code:
+        write_verdict(arguments.verdict, code)
+    return code

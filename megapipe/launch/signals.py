@@ -76,6 +76,12 @@ class Listener:
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         os.close(self._writer)
 
+    def ignore(self) -> None:
+        """Let signals mean nothing from now on, also after :meth:`restore`."""
+        self._before = dict.fromkeys(self._before, signal.SIG_IGN)
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Called in the main thread, before that goes on in Python."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,23 @@ def test_the_exit_code_is_that_of_the_first_to_fail(tmp_path: Path) -> None:
     outcome = run(tmp_path, "time.sleep(600 * (rank != 1)); sys.exit(6)")
     assert outcome.codes == [6]
     assert outcome.text == ""
+
+
+@pytest.mark.full
+def test_a_signal_that_comes_when_the_code_is_known_changes_nothing(tmp_path: Path) -> None:
+    """As of a scheduler that ends all launchers when one has ended."""
+    with Job(tmp_path) as job:
+        options = ["-m", "megapipe.launch", "--nproc=1", "--verdict", str(tmp_path / "verdict")]
+        launcher = job.start([*options, *program("sys.exit(2)")])
+        while not (tmp_path / "verdict").exists() and launcher.poll() is None:
+            time.sleep(0.001)
+        while launcher.poll() is None:
+            launcher.terminate()
+            time.sleep(0.01)
+        outcome = job.end()
+    assert outcome.codes == [2]
+    assert outcome.text == ""
+    assert (tmp_path / "verdict").read_text() == "2\n"
 
 
 @pytest.mark.full

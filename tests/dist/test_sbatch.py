@@ -32,8 +32,10 @@ exit $code
 """
 
 SCONTROL = """#!/usr/bin/env bash
-if [[ $1 == show ]]; then
+if [[ "$1 $2" == "show hostnames" ]]; then
   printf 'localhost\\ngpu08\\n'
+elif [[ $1 == show ]]; then
+  echo "   JobState=${JOB_STATE:-RUNNING} Reason=None"
 else
   echo "$@" >"$SCONTROL_LOG"
 fi
@@ -76,6 +78,7 @@ def cluster(tmp_path, monkeypatch):
         "SCONTROL_LOG": str(folder / "scontrol.log"),
         "SLURM_SUBMIT_DIR": str(folder),
         "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "megapipe",
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_GPUS_ON_NODE": "1",
@@ -106,8 +109,30 @@ def test_sbatch_starts_a_launcher_per_node(cluster):
         *(".venv/bin/python", "-m", "megapipe.launch"),
         *("--nnodes", "1", "--nproc", "1", "--restarts", "3"),
         *("--rdzv-id", "4711.0", "--rdzv-endpoint", "localhost:24711"),
+        *("--verdict", "megapipe-4711.verdict"),
         *("train.py", "configs/llama_8b.yaml", "data.source=a b"),
     ]
+    assert not (cluster / "scontrol.log").exists()
+    assert not list(cluster.glob("megapipe-*"))
+
+
+@pytest.mark.parametrize("given", ["2", "a100:2"])
+def test_sbatch_starts_as_many_processes_as_gpus_were_asked_for(cluster, monkeypatch, given):
+    """A node that is the job's alone has more."""
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", given)
+    (cluster / "train.py").write_text("")
+    assert submit("configs/llama_8b.yaml").wait(timeout=60) == 0
+    arguments = (cluster / "srun.log").read_text().split("\0")
+    assert arguments[arguments.index("--nproc") + 1] == "2"
+
+
+def test_sbatch_takes_the_code_of_the_first_launcher_to_end(cluster):
+    """Not that of srun: the largest of all, where it has ended the others."""
+    (cluster / "train.py").write_text(RANK.format(seconds=0, code=2))
+    srun = cluster.parent / "bin/srun"
+    write_program(srun, SRUN.replace("exit $code", "exit 143"))
+    assert submit("configs/llama_8b.yaml").wait(timeout=60) == 2
     assert not (cluster / "scontrol.log").exists()
 
 
@@ -117,12 +142,15 @@ def test_sbatch_passes_a_mistake_on_and_does_not_requeue(cluster):
     assert not (cluster / "scontrol.log").exists()
 
 
-@in_parts("before", [0, 3], full=2)
+@in_parts("before", [2, 3], full=2)
 def test_after_a_fault_the_job_is_requeued_some_times(cluster, monkeypatch, before):
-    monkeypatch.setenv("SLURM_RESTART_COUNT", str(before))
+    """However often its time was over, or it was preempted."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "9")
+    (cluster / "megapipe-4711.faults").write_text("137\n" * before)
     (cluster / "train.py").write_text("import os; os.kill(os.getpid(), 9)")
     assert submit("configs/llama_8b.yaml").wait(timeout=60) == 137
     assert (cluster / "scontrol.log").exists() == (before < 3)
+    assert (cluster / "megapipe-4711.faults").exists() == (before < 3)
 
 
 def test_ahead_of_the_time_limit_the_ranks_save_and_the_job_is_requeued(cluster):
@@ -146,10 +174,13 @@ def test_what_comes_of_a_job_that_does_not_end_by_the_signal(cluster, code, requ
     assert [path.read_text() for path in cluster.glob("scontrol.log")] == requeued
 
 
-def test_a_preempted_job_saves_and_leaves_the_requeueing_to_slurm(cluster):
+@pytest.mark.parametrize(("state", "requeued"), [("RUNNING", True), ("COMPLETING", False)])
+def test_a_job_that_is_preempted_saves_and_is_requeued_once(cluster, monkeypatch, state, requeued):
+    """By SLURM itself where it ends the job, which it does too if that is cancelled."""
+    monkeypatch.setenv("JOB_STATE", state)
     job = submit("configs/llama_8b.yaml")
     wait_for(cluster / "ready")
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=60) == 75
     assert (cluster / "saved").exists()
-    assert not (cluster / "scontrol.log").exists()
+    assert (cluster / "scontrol.log").exists() == requeued
