@@ -312,8 +312,8 @@ class _Relay(Listener):
 
     @contextlib.contextmanager
     def until_known(self, ends: bool) -> Iterator[None]:
-        """A block at the end of which the exit code is known: if the process `ends` with it, signals
-        have no meaning any more."""
+        """A block at whose end the exit code is known. Signals are ignored from then on if the
+        process `ends` with it."""
         try:
             yield
         finally:

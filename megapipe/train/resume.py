@@ -49,8 +49,8 @@ def choose(
     Damaged ones are passed over if one is intact; ``checkpoint.load`` must be intact. Where a
     launcher has started the run again, rank 0 is given `before`: if not 0, checkpoints of so many
     steps or more are passed over from now on, as long as there is another. Copies in memory that
-    are newer than what is chosen are removed. Raises :class:`CheckpointError` or :class:`ConfigError` on every rank, as
-    ``run.resume`` demands.
+    are newer than what is chosen are removed. Raises :class:`CheckpointError` or
+    :class:`ConfigError` on every rank, as ``run.resume`` demands.
     """
     before = json.loads(mesh.share(json.dumps(before)))
     if config.run.resume == "never" and before is None:
