@@ -15,7 +15,7 @@ from megapipe.train.callbacks.callback import Callback, Run, Step
 class SampleLog(Callback):
     """Writes where the samples of `batches` come from that first stages here were given.
 
-    Tensor-parallel ranks are given the same ones: the first of them writes.
+    Tensor- and context-parallel ranks are given the same ones: the first of them writes.
     """
 
     def __init__(self, batches: Batches) -> None:
@@ -42,7 +42,7 @@ class SampleLog(Callback):
         all_or_none(run.mesh, error)
         start = run.mesh.share(start)
         try:
-            if run.mesh.tp.index == 0:
+            if run.mesh.tp.index == run.mesh.cp.index == 0:
                 self._writer = SampleWriter(Path(start), run.mesh.rank)
             if run.mesh.rank == 0 and self._writer is not None:
                 for first, stop in run.train_step.left_out.ranges:
