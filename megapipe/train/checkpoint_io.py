@@ -6,10 +6,9 @@ rectangles, without the padding of the vocabulary. A rank reads the regions that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from pydantic import JsonValue
@@ -21,7 +20,6 @@ from megapipe.checkpoint.storage import Place
 from megapipe.checkpoint.writer import Meta, Piece
 from megapipe.cli import flatten
 from megapipe.config import Config
-from megapipe.errors import CheckpointError
 from megapipe.layers.parameter import LocalParameter
 from megapipe.layout.layout import Layout
 from megapipe.left_out import LeftOut
@@ -110,57 +108,6 @@ def content(
     )
     own = chain(pieces(optimizer), beside)
     return Content(step, meta, own, checkpoint_bytes(config, layout))
-
-
-class Coordinates(NamedTuple):
-    """Where a run is, by its checkpoint."""
-
-    updates: int
-    lr: float
-    """Learning rate of the last update; 0 where a checkpoint does not say."""
-    samples: int
-    """Taken so far."""
-    left_out: LeftOut
-    loss_scale: Mapping[str, float] | None
-    judged: Mapping[str, JsonValue]
-    """The state of :class:`~megapipe.train.judge.Judge`."""
-    owners: Mapping[str, Sequence[int]]
-    """Of experts that have moved, by layer the rank that owned each."""
-    stream: str
-    """Names the stream that was trained by; empty: training was synchronous."""
-
-    def left_out_with(self, more: LeftOut) -> LeftOut:
-        """All that a run leaves out which goes on: `more` as far as it is not behind."""
-        return self.left_out.with_(more.since(self.left_out.number(self.samples)))
-
-
-def coordinates(checkpoint: Checkpoint) -> Coordinates:
-    """The coordinates of a checkpoint. Raises :class:`CheckpointError`."""
-    stored: Mapping[str, Any] = checkpoint.manifest.coordinates
-    updates: Any = stored.get("updates", checkpoint.step)
-    samples: Any = stored.get("samples")
-    for number, name in ((updates, "updates"), (samples, "samples")):
-        if type(number) is not int or number < 0:
-            raise CheckpointError(f"{checkpoint.path}: its number of {name} is {number}")
-    lr: Any = stored.get("lr", 0.0)
-    if type(lr) not in (int, float) or not 0 <= lr < math.inf:
-        raise CheckpointError(f"{checkpoint.path}: its learning rate is {lr}")
-    try:
-        left_out = LeftOut.stored(stored.get("left_out", []))
-    except ValueError as error:
-        raise CheckpointError(
-            f"{checkpoint.path}: its samples that are left out: {error}"
-        ) from None
-    return Coordinates(
-        updates,
-        lr,
-        samples,
-        left_out,
-        stored.get("loss_scale"),
-        stored.get("judged", {}),
-        stored.get("owners", {}),
-        str(stored.get("stream", "")),
-    )
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:

@@ -21,7 +21,7 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import DataError, MegapipeError
 from megapipe.left_out import LeftOut
 from megapipe.train.changes import Change
-from megapipe.train.checkpoint_io import coordinates
+from megapipe.train.coordinates import Coordinates
 from megapipe.watch.journal import text
 
 T = TypeVar("T")
@@ -77,9 +77,8 @@ def past_of(checkpoint: Checkpoint | None, *, anew: bool, left_out: LeftOut) -> 
         return Past(left_out=left_out)
     if anew:
         return Past(checkpoint.step, left_out=left_out)
-    found = coordinates(checkpoint)
-    order = str(checkpoint.manifest.coordinates.get("order", ""))
-    return Past(checkpoint.step, found.samples, order, found.left_out_with(left_out))
+    found = Coordinates.of(checkpoint)
+    return Past(checkpoint.step, found.samples, found.order, found.left_out_with(left_out))
 
 
 def name_of(data: DataConfig) -> str:

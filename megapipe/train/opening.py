@@ -16,6 +16,7 @@ from megapipe.plan.report import changed_by_experts, met_by_a_token
 from megapipe.strict_yaml import text_of
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.changes import Change, Changes
+from megapipe.train.coordinates import Coordinates
 from megapipe.train.source import Source
 from megapipe.words import counted
 
@@ -81,8 +82,8 @@ def _of_checkpoint(run: Run, checkpoint: Checkpoint, *, is_own: bool) -> Iterato
     load = run.config.checkpoint.load
     if is_own and load is not None:
         yield f"checkpoint.load={load} is not used: the run has checkpoints of its own"
-    before, now = checkpoint.manifest.coordinates.get("threads"), torch.get_num_threads()
-    if run.mesh.device.type == "cpu" and before not in (None, now):
+    before, now = Coordinates.of(checkpoint).threads, torch.get_num_threads()
+    if run.mesh.device.type == "cpu" and before not in (0, now):
         yield (
             f"threads of a process (OMP_NUM_THREADS) were {before} and are {now}: sums differ in "
             "their last bits from those of a run that did not stop"

@@ -22,6 +22,7 @@ from megapipe.errors import CheckpointError, ConfigError, MegapipeError, Storage
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.train import checkpoint_io
 from megapipe.train.checkpoint_io import Weights
+from megapipe.train.coordinates import Coordinates
 from megapipe.train.memory_copies import MemoryCopies, run_of
 from megapipe.train.run_folder import patience_s
 from megapipe.train.source import Source, folder_to_load, of_load
@@ -29,7 +30,7 @@ from megapipe.train.upcycle import without_source
 from megapipe.urls import is_remote
 
 _UNREAD = "it may be intact, so it is neither passed over nor removed"
-"""What follows where a checkpoint cannot be read."""
+"""The end of a sentence on a checkpoint that cannot be read."""
 
 if TYPE_CHECKING:
     from megapipe.train.step import TrainStep
@@ -227,7 +228,7 @@ def load(
     rank if it does not fit."""
     error = None
     if memory is not None:
-        step.maps.take_owners(checkpoint_io.coordinates(checkpoint).owners)
+        step.maps.take_owners(Coordinates.of(checkpoint).owners)
         beside = *step.routing.names(), *step.maps.names()
         memory.bring(checkpoint, checkpoint_io.files_needed(step.optimizer, checkpoint, beside))
     try:

@@ -47,6 +47,7 @@ from megapipe.optim.scaler import LossScaler
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
 from megapipe.train import checkpoint_io, evaluation, logits, resume
+from megapipe.train.coordinates import Coordinates
 from megapipe.train.evaluation import Evaluation
 from megapipe.train.expert_maps import ExpertMaps
 from megapipe.train.feed import Counted, Feed, Rows
@@ -429,11 +430,10 @@ class TrainStep:
         return found
 
     def load(self, path: Path | str) -> None:
-        """Take over the state of a checkpoint, of any layout. `path` is its folder, or a folder of
-        checkpoints, for the newest; :attr:`position` tells its step.
+        """Take over the state of a checkpoint of any layout, at whose step :attr:`position` is then.
 
-        All call it. Raises :class:`CheckpointError` on all if it is damaged, or of another model.
-        """
+        `path` is its folder, or a folder of checkpoints, for the newest. All call it. Raises
+        :class:`CheckpointError` on all if it is damaged, or of another model."""
         resume.load(resume.find(path, self.config, self.mesh), self.config, self, self.mesh)
 
     def take_over(self, checkpoint: Checkpoint) -> None:
@@ -445,7 +445,7 @@ class TrainStep:
             self.streaming.drop()
         self._seconds.clear()
         self.settled = True
-        found = checkpoint_io.coordinates(checkpoint)
+        found = Coordinates.of(checkpoint)
         self.position = Position(checkpoint.step, found.samples)
         self.left_out = found.left_out_with(self.left_out)
         self.maps.take_owners(found.owners)

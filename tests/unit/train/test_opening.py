@@ -90,8 +90,8 @@ def test_steps_to_watch_that_a_resumed_run_has_passed() -> None:
     run.train_step.streaming, run.train_step.position = None, SimpleNamespace(samples=40)
     run.train_step.left_out = SimpleNamespace(number=int)
     run.train_step.kernels = SimpleNamespace(banner=str, warnings=list)
-    manifest = SimpleNamespace(coordinates={})
-    saved = SimpleNamespace(path="s3://runs/a/step-00000005", manifest=manifest)
+    manifest = SimpleNamespace(coordinates={"samples": 40})
+    saved = SimpleNamespace(path="s3://runs/a/step-00000005", step=5, manifest=manifest)
     source: Any = Source()
     notes = {
         name: [line for line in opening(run, source, Changes()) if "(log." in line]
