@@ -108,6 +108,11 @@ class ActivationsConfig(Section):
     run again from an input. norm includes the input of a block, all that one keeps under full.
     Stages that are run again as a whole, as some schedules have them, keep what they keep."""
 
+    @property
+    def policies(self) -> set[ActivationPolicy]:
+        """The policies that stages have."""
+        return {self.policy} if isinstance(self.policy, str) else {*self.policy}
+
 
 class OptimizerConfig(Section):
     """Update rule, learning-rate schedule, and where optimizer state lives."""

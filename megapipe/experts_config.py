@@ -79,6 +79,11 @@ class ExpertsConfig(Section):
         return 1 if self.chunks == "auto" else self.chunks
 
     @property
+    def tells_nodes(self) -> bool:
+        """Whether the balance term tells nodes from each other."""
+        return self.topology is not None and len(self.topology) == 3
+
+    @property
     def moves(self) -> bool:
         """Whether the ranks that have an expert may change."""
         return self.policy != "none"

@@ -2,47 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.section import Section
 from megapipe.strict_yaml import text_of
 
+Need = tuple[Sequence[str], bool, str]
+"""Keys, whether they have an effect, and what they need for it: "model.window"."""
+
+
+def refuse_without(name: str, section: Section, needs: Iterable[Need]) -> None:
+    """Refuse keys that lack what they need, as :func:`refuse_unused` does."""
+    for keys, has_effect, needed in needs:
+        if not has_effect:
+            refuse_unused(name, section, keys, f"without {needed}")
+
 
 def refuse_unused(
-    name: str, section: Section, keys: Sequence[str], why: str, instead: str = ", or that"
+    name: str,
+    section: Section,
+    keys: Iterable[str],
+    why: str,
+    instead: str = ", or that",
+    *,
+    right: str | None = None,
 ) -> None:
     """Refuse those of `keys` that have another value than their default, all of them in one line.
 
-    Keys that only say where files are kept or how many processes work (`data.cache`,
-    `data.workers`) are taken everywhere, so that one machine has one file of settings.
+    Which keys are taken without an effect, and why, is in docs/decisions/layout.md.
 
     Args:
-        name: the section's, as users write it, such as "model.moe".
-        keys: those of the section that have no effect as it stands.
+        name: the section's, as users write it, such as "model.moe"; "" for the whole configuration.
+        section: the section, or the whole configuration.
+        keys: those of the section that have no effect as it stands; dotted where they are in
+            sections within it.
         why: what is missing for it, or stands against it: "without model.window".
-        instead: the end of the line, behind the default.
+        instead: the end of the line, behind the defaults.
+        right: what is expected, in words; None: the defaults, and `instead`.
 
     Raises:
         ConfigError: one of them has a value.
     """
     unused = given(section, keys)
     if unused:
-        has = f"{with_values(name, section, unused)} {'has' if len(unused) == 1 else 'have'}"
+        has = f"{_with_values(name, section, unused)} {'has' if len(unused) == 1 else 'have'}"
         usual = " and ".join(text_of(_default(section, key)) for key in unused)
-        raise ConfigError(f"{has} no effect {why}: expected {usual}{instead}")
+        raise ConfigError(f"{has} no effect {why}: expected {right or f'{usual}{instead}'}")
 
 
 def given(section: Section, keys: Iterable[str]) -> list[str]:
     """Those of `keys` that have another value than their default."""
-    return [key for key in keys if getattr(section, key) != _default(section, key)]
+    return [key for key in keys if _value(section, key) != _default(section, key)]
 
 
-def with_values(name: str, section: Section, keys: Iterable[str]) -> str:
+def _with_values(name: str, section: Section, keys: Iterable[str]) -> str:
     """Keys of the section `name` with their values, as an error begins."""
-    return ", ".join(f"{name}.{key}={text_of(getattr(section, key))}" for key in keys)
+    before = f"{name}." if name else ""
+    return ", ".join(f"{before}{key}={text_of(_value(section, key))}" for key in keys)
+
+
+def _value(section: Section, key: str) -> Any:
+    return reduce(_within, key.split("."), section)
 
 
 def _default(section: Section, key: str) -> Any:
-    return type(section).model_fields[key].get_default(call_default_factory=True)
+    *path, last = key.split(".")
+    inner = reduce(_within, path, section)
+    return type(inner).model_fields[last].get_default(call_default_factory=True)
+
+
+def _within(section: Any, key: str) -> Any:
+    return section[key] if isinstance(section, Mapping) else getattr(section, key)

@@ -16,6 +16,7 @@ from megapipe.keys import texts_of
 from megapipe.layout.data_checks import check_data
 from megapipe.layout.devices import device
 from megapipe.layout.expert_checks import check_experts
+from megapipe.layout.key_effects import check_kernels
 from megapipe.layout.lr_plan import LearningRatePlan, warms_up
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.interface import Family, Feature
@@ -40,7 +41,7 @@ def check(config: Config, family: Family, dp: int, processes: int) -> None:
     _check_look_ahead(config)
     _check_precision(config.optimizer, config.model.dtype)
     check_experts(config, dp)
-    _check_kernels(config, family)
+    check_kernels(config, family.kernels, family.name)
     _check_activations(config.activations, family)
     _check_watched_steps(config.log)
     _check_device(config.log)
@@ -106,11 +107,11 @@ def _check_numbers(config: Config) -> None:
 def _check_support(config: Config, family: Family) -> None:
     """Refuse by name what the model's family lacks."""
     parallel, activations, kernels = config.parallel, config.activations, config.kernels
-    policies = activations.policy
-    policies = [policies] if isinstance(policies, str) else policies
-    needs = family.kernels
+    policies, keeps_attention = activations.policies, activations.keep_attention
     wishes: list[tuple[Feature, bool, str, str]] = [
         ("tp", parallel.tp > 1, f"parallel.tp={parallel.tp}", "1"),
+        ("context", parallel.cp > 1, f"parallel.cp={parallel.cp}", "1"),
+        ("context", keeps_attention, "activations.keep_attention=true", "false"),
         (
             "sequence_parallel",
             parallel.sequence_parallel,
@@ -126,17 +127,17 @@ def _check_support(config: Config, family: Family) -> None:
         ("loss_chunk", bool(kernels.loss_chunk), f"kernels.loss_chunk={kernels.loss_chunk}", "0"),
         ("lora", config.lora.rank is not None, f"lora.rank={config.lora.rank}", "null"),
     ]
-    for feature, wished, key, expected in wishes:
-        if wished and feature not in family.supports:
-            raise ConfigError(f"{key}: {family.name} has no support for it; expected {expected}")
-    for purpose, wanted, need in (
-        ("attention", kernels.attention, needs.attention),
-        ("norm", kernels.norm, needs.norm),
-    ):
-        if wanted != "auto" and need is None:
-            raise ConfigError(
-                f"kernels.{purpose}={wanted}: {family.name} calls none of megapipe's; expected auto"
-            )
+    lacking = [
+        (given, expected)
+        for feature, wished, given, expected in wishes
+        if wished and feature not in family.supports
+    ]
+    if lacking:
+        what, right = ", ".join(given for given, _ in lacking), lacking[0][1]
+        if len(lacking) > 1:
+            right = ", ".join(f"{given.partition('=')[0]}={value}" for given, value in lacking)
+        it = "it" if len(lacking) == 1 else "them"
+        raise ConfigError(f"{what}: {family.name} has no support for {it}; expected {right}")
     if config.train.loss is not None and kernels.loss_chunk:
         raise ConfigError(
             f"kernels.loss_chunk={kernels.loss_chunk}: train.loss={config.train.loss} needs all "
@@ -163,18 +164,14 @@ def _check_sequence(config: Config) -> None:
 
 
 def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int, cp: int) -> None:
-    if optimizer.shard_size is not None and not optimizer.zero:
-        raise ConfigError(
-            f"optimizer.shard_size={optimizer.shard_size} is for optimizer.zero=1 or more: with 0 "
-            "nothing is sharded; expected null"
-        )
     if optimizer.shard_size is not None and dp * cp % optimizer.shard_size:
         copies = f"dp {dp}" + (f" x cp {cp}" if cp > 1 else "")
         raise ConfigError(
             f"optimizer.shard_size={optimizer.shard_size} does not divide {copies}: "
             f"{choices('shard_size', dp * cp, optimizer.shard_size)}"
         )
-    if optimizer.min_lr > optimizer.lr and not optimizer.own_schedule:
+    decays = optimizer.schedule != "constant" and not optimizer.own_schedule
+    if optimizer.min_lr > optimizer.lr and decays:
         raise ConfigError(
             f"optimizer.min_lr={optimizer.min_lr} is above the peak, optimizer.lr={optimizer.lr}: "
             "expected at most that"
@@ -210,11 +207,6 @@ def _check_precision(optimizer: OptimizerConfig, dtype: Dtype) -> None:
         raise ConfigError(
             "optimizer.state_dtype=bf16 does not go with model.dtype=fp64: expected fp32, which "
             "then means fp64"
-        )
-    if optimizer.loss_scale is not None and dtype != "fp16":
-        raise ConfigError(
-            f"optimizer.loss_scale={optimizer.loss_scale:g} is for model.dtype=fp16, not {dtype}: "
-            "expected null"
         )
 
 
@@ -325,35 +317,10 @@ def _check_stop(train: TrainConfig) -> None:
         )
 
 
-def _check_kernels(config: Config, family: Family) -> None:
-    """Refuse a kernel asked for by name where there is nothing for it to do."""
-    kernels, rule = config.kernels, config.optimizer.rule
-    if kernels.swiglu not in ("auto", "torch") and not family.kernels.gate:
-        raise ConfigError(
-            f"kernels.swiglu={kernels.swiglu} is for model.activation=swiglu: expected auto"
-        )
-    if kernels.experts not in ("auto", "loop") and not family.kernels.experts:
-        raise ConfigError(
-            f"kernels.experts={kernels.experts} is for model.moe.experts: expected auto"
-        )
-    if kernels.expert_rows not in ("auto", "torch") and not family.kernels.experts:
-        raise ConfigError(
-            f"kernels.expert_rows={kernels.expert_rows} is for model.moe.experts: expected auto"
-        )
-    if kernels.optimizer not in ("auto", "torch") and not declaration(rule).takes_kernel:
-        takers = either([name for name in RULES if RULES[name].takes_kernel])
-        raise ConfigError(
-            f"kernels.optimizer={kernels.optimizer} is for optimizer.rule={takers}, not "
-            f"{rule}: expected auto"
-        )
-
-
 def _check_activations(activations: ActivationsConfig, family: Family) -> None:
-    """Refuse settings that do not go with the policy, or the model."""
-    policies = activations.policy
-    policies = [policies] if isinstance(policies, str) else policies
+    """Refuse modules to run again where there are none of them."""
     modules = "norm, attention, mlp_activation"
-    if "selective" in policies and not activations.modules:
+    if "selective" in activations.policies and not activations.modules:
         raise ConfigError(
             "activations.modules=[] leaves activations.policy=selective nothing to run again: "
             f"expected some of {modules}"
@@ -363,20 +330,6 @@ def _check_activations(activations: ActivationsConfig, family: Family) -> None:
             f"activations.modules={activations.modules}: no layer has experts, which are for "
             f"model.moe.experts: expected some of {modules}"
         )
-    if set(policies) == {"stage"} and activations.blocks is not None:
-        raise ConfigError(
-            f"activations.blocks={activations.blocks} does not go with activations.policy=stage, "
-            "which runs the whole stage again: expected null"
-        )
-    if set(policies) == {"stage"} and activations.offload:
-        raise ConfigError(
-            f"activations.offload={activations.offload} does not go with activations.policy=stage, "
-            "which keeps nothing but a stage's input: expected []"
-        )
-    if activations.span > 1 and "full" not in policies:
-        raise ConfigError(
-            f"activations.span={activations.span} is for activations.policy=full: expected 1"
-        )
 
 
 def check_compile(config: Config, slices: int) -> None:
@@ -384,11 +337,12 @@ def check_compile(config: Config, slices: int) -> None:
     if not config.kernels.compile:
         return
     activations = config.activations
-    policies = activations.policy
-    policies = [policies] if isinstance(policies, str) else policies
     for wrong, expected in (
         (slices > 1, f"whole sequences, and pipeline.schedule cuts them into {slices} slices"),
-        ("selective" in policies, "activations.policy=keep, full or stage, not selective"),
+        (
+            "selective" in activations.policies,
+            "activations.policy=keep, full or stage, not selective",
+        ),
         (activations.offload, "activations.offload=[]"),
         (config.lora.rank, f"lora.rank=null, not {config.lora.rank}"),
     ):

@@ -9,8 +9,7 @@ from megapipe.context.split import Split
 from megapipe.context_config import TURNED, ContextConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import Span
-from megapipe.model.interface import Family
-from megapipe.unused_keys import refuse_unused
+from megapipe.unused_keys import Need, refuse_without
 from megapipe.words import choices, either, multiples
 
 WITH_LSE = ("auto", "flash", "efficient", "cudnn", "flash_attn")
@@ -37,7 +36,7 @@ def split_of(config: Config) -> Split:
     )
 
 
-def check_context(config: Config, family: Family, split: Split, slices: int) -> None:
+def check_context(config: Config, split: Split, slices: int) -> None:
     """Raise :class:`ConfigError` for what context parallelism cannot do, or where a key of it has
     no effect."""
     context, where = config.context, f"parallel.cp={split.cp}"
@@ -46,9 +45,6 @@ def check_context(config: Config, family: Family, split: Split, slices: int) -> 
         where = "activations.keep_attention=true"
     elif split.cp == 1:
         return
-    if "context" not in family.supports:
-        usual = "1" if split.cp > 1 else "false"
-        raise ConfigError(f"{where}: {family.name} has no support for it; expected {usual}")
     _check_plan(config.context, split)
     _check_model(config, where)
     _check_heads(config, split)
@@ -88,10 +84,10 @@ def check_keep_attention(
 
 
 def _check_effect(context: ContextConfig, split: Split) -> None:
-    """Refuse a key that would do nothing."""
+    """Refuse keys that would do nothing."""
     in_ring, both = split.ring > 1, split.ring > 1 and split.ulysses > 1
     ring = f"a ring of ranks (parallel.cp / context.ulysses is {split.ring})"
-    for keys, acts, needs in (
+    needs: list[Need] = [
         (["plan", "order"], in_ring, ring),
         (["inner"], context.plan == "double_ring", "context.plan=double_ring"),
         (["team"], context.plan == "teams", "context.plan=teams"),
@@ -101,9 +97,8 @@ def _check_effect(context: ContextConfig, split: Split) -> None:
             f"a ring of ranks and context.plan={' or '.join(TURNED)}",
         ),
         (["ranks"], both, "both a ring of ranks and context.ulysses above 1"),
-    ):
-        if not acts:
-            refuse_unused("context", context, keys, f"without {needs}")
+    ]
+    refuse_without("context", context, needs)
 
 
 def _check_plan(context: ContextConfig, split: Split) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.experts_config import OF_MAPS, ExpertsConfig
+from megapipe.experts_config import ExpertsConfig
 from megapipe.layout.expert_copies import check_maps
 from megapipe.layout.family import conditions_of, make_family
 from megapipe.layout.layout import DeviceKind
 from megapipe.model.gpt.moe_checks import experts_in
 from megapipe.model.interface import Family
 from megapipe.strict_yaml import text_of
-from megapipe.unused_keys import refuse_unused
 from megapipe.words import either
 
 MOST_CHUNKS = 8
@@ -70,31 +69,9 @@ def _bytes(config: Config, form: str, device: DeviceKind) -> int:
     return sum(sent.bytes for sent in each if sent.among == "ep")
 
 
-def check_effect(config: Config, key: str) -> None:
-    """Refuse a key of the section that has no effect."""
-    experts, moe, parallel = config.experts, config.model.moe, config.parallel
-    needed = None
-    if moe.experts is None:
-        needed = "model.moe.experts"
-    elif key == "pad":
-        needed = None if moe.capacity is not None else "model.moe.capacity"
-    elif parallel.ep * parallel.etp == 1:
-        needed = f"parallel.ep{'' if key in OF_MAPS else ' or parallel.etp'} above 1"
-    elif (policies := OF_MAPS.get(key)) and experts.policy not in policies:
-        needed = f"experts.policy={either(policies)}"
-    elif key == "node" and experts.dispatch != "hierarchical" and not _has_nodes(config):
-        needed = "experts.dispatch=hierarchical"
-    elif key == "topology" and not moe.balance:
-        needed = "model.moe.balance"
-    if needed:
-        refuse_unused("experts", experts, [key], f"without {needed}")
-
-
 def check_dispatch(config: Config) -> None:
-    """Refuse keys that have no effect, and numbers that do not divide; experts and their ranks are
+    """Refuse numbers that do not divide, and what does not go together; experts and their ranks are
     checked already."""
-    for key in ExpertsConfig.model_fields:
-        check_effect(config, key)
     experts, moe = config.experts, config.model.moe
     ep, etp = config.parallel.ep, config.parallel.etp
     if moe.experts is None or ep * etp == 1:
@@ -132,11 +109,6 @@ def _check_codec(config: Config) -> None:
         )
 
 
-def _has_nodes(config: Config) -> bool:
-    """Whether the balance term tells nodes from each other."""
-    return config.experts.topology is not None and len(config.experts.topology) == 3
-
-
 def _check_topology(config: Config) -> None:
     """Refuse bandwidths where a sequence, or an expert, is on several ranks, or nodes are not
     known."""
@@ -155,7 +127,7 @@ def _check_topology(config: Config) -> None:
             f"{where} goes by the choices of each rank, and has no support for "
             "model.moe.balance_scope=step: expected null, or sequence or microbatch"
         )
-    if not _has_nodes(config):
+    if not experts.tells_nodes:
         return
     if experts.node is None:
         raise ConfigError(f"{where} needs experts.node: expected the ranks of a node")

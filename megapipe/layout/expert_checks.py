@@ -7,12 +7,11 @@ from fractions import Fraction
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layers.moe_specs import most_imbalance
-from megapipe.layout.dispatch import check_dispatch, check_effect
+from megapipe.layout.dispatch import check_dispatch
 from megapipe.model.gpt.moe import routing_of
 from megapipe.model.gpt.moe_checks import check_experts as check_numbers
 from megapipe.model.gpt.moe_checks import experts_in
 from megapipe.strict_yaml import text_of
-from megapipe.unused_keys import refuse_unused
 from megapipe.words import choices, multiples
 
 
@@ -28,14 +27,12 @@ def check_sizes(config: Config, dp: int) -> None:
     """Refuse sizes of experts and their ranks that do not fit, before bytes are counted by them."""
     check_numbers(config.model)
     _check_ranks(config, dp)
-    check_effect(config, "pad")
 
 
 def _check_ranks(config: Config, dp: int) -> None:
     moe, optimizer, parallel = config.model.moe, config.optimizer, config.parallel
     ep, etp, tp = parallel.ep, parallel.etp, parallel.tp
     if moe.experts is None:
-        refuse_unused("parallel", parallel, ["ep", "etp"], "without model.moe.experts")
         return
     block = dp * parallel.cp * tp
     if block % (ep * etp):
@@ -76,15 +73,9 @@ def _check_ranks(config: Config, dp: int) -> None:
 
 
 def _check_upcycle(config: Config) -> None:
-    """Refuse to begin with a dense model where there is none, or what it has nothing for."""
+    """Refuse to begin with a dense model what it has nothing for."""
     if not config.checkpoint.upcycle:
         return
-    for key, value in (
-        ("model.moe.experts", config.model.moe.experts),
-        ("checkpoint.load", config.checkpoint.load),
-    ):
-        if value is None:
-            refuse_unused("checkpoint", config.checkpoint, ["upcycle"], f"without {key}")
     if config.lora.rank is not None:
         raise ConfigError(
             "checkpoint.upcycle=true begins with new routers, which lora.rank="

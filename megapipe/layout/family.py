@@ -11,7 +11,7 @@ from megapipe.model.gpt.family import GPT
 from megapipe.model.gpt.lora import resolved_targets
 from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.model.interface import Conditions, Family
-from megapipe.unused_keys import given, refuse_unused, with_values
+from megapipe.unused_keys import given, refuse_unused
 from megapipe.user_code import UserCode
 
 OWN_KEYS = ("source", "options", "vocab_size", "dtype")
@@ -30,27 +30,22 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
             f"data.tokenizer={config.data.tokenizer}: expected at least {tokenizer_size}"
         )
     if model.source is None:
-        if model.options:
-            raise ConfigError(
-                f"model.options.{next(iter(model.options))} is for a model of your own, "
-                "model.source: expected none"
-            )
+        refuse_unused("model", model, ["options"], "without model.source")
         return resolved(model, tokenizer_size, config.train.sequence_length)
-    if model.moe != MoEConfig():
-        raise ConfigError(
-            f"model.moe is for the built-in model, not for model.source={model.source}: expected "
-            "it left out"
-        )
-    others = given(model, [key for key in type(model).model_fields if key not in OWN_KEYS])
+    _refuse_sizes(model)
+    return model.model_copy(update={"vocab_size": model.vocab_size or tokenizer_size})
+
+
+def _refuse_sizes(model: ModelConfig) -> None:
+    """Refuse keys of the built-in model beside a model of the user's."""
+    keys = [key for key in ModelConfig.model_fields if key not in (*OWN_KEYS, "moe")]
+    others = given(model, [*keys, *(f"moe.{key}" for key in MoEConfig.model_fields)])
     if others:
         it, away = ("it", f"model.{others[0]}") if len(others) == 1 else ("them", "model")
-        are = f"{with_values('model', model, others)} {'is' if it == 'it' else 'are'}"
-        raise ConfigError(
-            f"{are} for the built-in model, not for model.source={model.source}: expected {it} "
-            f"left out, where a file has {it} by {away}=unset before model.source (or "
-            f"model.options.{others[0]}, if it takes that)"
-        )
-    return model.model_copy(update={"vocab_size": model.vocab_size or tokenizer_size})
+        own = "" if "." in others[0] else f" (or model.options.{others[0]}, if it takes that)"
+        right = f"{it} left out, where a file has {it} by {away}=unset before model.source{own}"
+        why = f"with model.source={model.source}, which is no built-in model"
+        refuse_unused("model", model, others, why, right=right)
 
 
 def resolved_lora(lora: LoraConfig, model: ModelConfig) -> LoraConfig:

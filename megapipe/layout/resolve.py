@@ -22,6 +22,7 @@ from megapipe.layout.expert_checks import check_pieces, check_sizes
 from megapipe.layout.expert_time import resolved_chunks
 from megapipe.layout.family import family_of, resolved_lora, resolved_model
 from megapipe.layout.freed import freed_share
+from megapipe.layout.key_effects import check_effects, check_slice_times
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.links import scatters, sends_tuples
 from megapipe.layout.others import for_processes, replica_size
@@ -92,6 +93,7 @@ def _resolve(
     dp = parallel.dp or 1
     lora = resolved_lora(given.lora, model)
     config = given.model_copy(update={"model": model, "parallel": parallel, "lora": lora})
+    check_effects(config)
     device = device or device_kind(config)
     if "auto" in (config.experts.dispatch, config.experts.chunks):
         check_sizes(config, dp)
@@ -115,9 +117,10 @@ def _resolve(
         schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
     check_slices(config, family, schedule.slices)
+    check_slice_times(config, is_cut=by_time or schedule.slices > 1)
     check_pieces(config, slices=schedule.slices, halves=bool(schedule.sizes))
     split = split_of(config)
-    check_context(config, family, split, schedule.slices)
+    check_context(config, split, schedule.slices)
     stages = _partition(config, family, schedule.placement)
     tuples = sends_tuples(config, family, stages)
     scatter = scatters(config, tuples)
@@ -326,11 +329,6 @@ def _schedule(
             f"train.global_batch={config.train.global_batch} makes {microbatches} "
             f"micro-batches through {pp * (pipeline.chunks or 1)} stages: expected a product of at "
             f"most {MOST_PASSES}; raise train.microbatch"
-        )
-    if pipeline.schedule != "auto" and pipeline.placement is not None:
-        raise ConfigError(
-            f"pipeline.placement={pipeline.placement} is for pipeline.schedule=auto; "
-            f"{pipeline.schedule} has its own: expected null"
         )
     try:
         if pipeline.schedule == "two_group" and pipeline.weights != "synchronous":

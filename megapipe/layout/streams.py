@@ -20,32 +20,11 @@ def stream_of(config: Config, microbatches: int) -> Stream | None:
     Raises :class:`ConfigError` for keys that it does not take.
     """
     pipeline, train = config.pipeline, config.train
-    if pipeline.horizon != "update" and pipeline.weights != "predict":
-        raise ConfigError(
-            f"pipeline.horizon={pipeline.horizon} is for pipeline.weights=predict, not "
-            f"{pipeline.weights}: expected update"
-        )
-    if pipeline.correction is not None and pipeline.weights != "correct":
-        raise ConfigError(
-            f"pipeline.correction={pipeline.correction:g} is for pipeline.weights=correct, not "
-            f"{pipeline.weights}: expected null"
-        )
     if pipeline.weights == "synchronous":
-        for key in ("lr_anneal_steps", "synchronous_steps"):
-            if getattr(pipeline, key) is not None:
-                raise ConfigError(
-                    f"pipeline.{key}={getattr(pipeline, key)} is for a pipeline.weights other than "
-                    "synchronous: expected null"
-                )
         if config.optimizer.look_ahead == "staleness":
             raise ConfigError(
                 "optimizer.look_ahead=staleness is for a pipeline.weights other than synchronous: "
                 "expected a whole number"
-            )
-        if config.optimizer.clip_scope == "stage":
-            raise ConfigError(
-                "optimizer.clip_scope=stage is for a pipeline.weights other than synchronous: "
-                "expected global"
             )
         return None
     if pipeline.synchronous_steps is not None and pipeline.synchronous_steps >= train.steps:
@@ -99,8 +78,6 @@ def _refusals(config: Config) -> Iterator[str]:
     """Things that have to be otherwise, each in words."""
     pipeline, optimizer, numbers = config.pipeline, config.optimizer, config.numbers
     activations, policy = config.activations, POLICIES[pipeline.weights]
-    policies = activations.policy
-    policies = [policies] if isinstance(policies, str) else policies
     if pipeline.schedule not in policy.orders:
         yield f"pipeline.schedule={either(policy.orders)}, not {pipeline.schedule}"
     alone = () if pipeline.schedule == "1f1b_rr" else ("replicas",)
@@ -145,7 +122,7 @@ def _refusals(config: Config) -> Iterator[str]:
         yield "optimizer.post_validation=false"
     if not policy.follows and config.kernels.compile:
         yield "kernels.compile=false: a compiled backward reads the weights of its forward"
-    if not policy.follows and (set(policies) != {"keep"} or activations.offload):
+    if not policy.follows and (activations.policies != {"keep"} or activations.offload):
         yield "activations.policy=keep and activations.offload=[]"
     if not policy.follows and pipeline.advance and config.kernels.loss_chunk != 0:
         yield "kernels.loss_chunk=0 with pipeline.advance: a loss in chunks reads B's weights"

@@ -174,7 +174,7 @@ def cost_of(config: Config, speeds: Speeds) -> Cost:
 def _attention(config: Config) -> Attention:
     """That of a layer and micro-batch, whose sequences are not cut into slices."""
     split, family = split_of(config), family_of(config, "cuda")
-    check_context(config, family, split, 1)
+    check_context(config, split, 1)
     needs: AttentionNeeds | None = family.kernels.attention
     assert needs is not None
     tokens = config.train.microbatch * config.train.sequence_length // split.cp

@@ -4,7 +4,7 @@ from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe_checks import check_experts
 from megapipe.model.interface import Conditions
-from megapipe.unused_keys import refuse_unused
+from megapipe.unused_keys import Need, refuse_unused, refuse_without
 from megapipe.words import choices
 
 
@@ -49,9 +49,9 @@ def check(model: ModelConfig, given: Conditions) -> None:
 
 
 def _check_idle(model: ModelConfig) -> None:
-    """Refuse a key that has no effect beside another."""
+    """Refuse keys that have no effect beside others."""
     is_rotary, scaling = model.positions == "rotary", model.rotary_scaling
-    for keys, holds, needed in (
+    needs: list[Need] = [
         (("norm_offset",), model.norm == "rmsnorm", "model.norm=rmsnorm"),
         (("full_attention_every", "rotary_local_base"), model.window is not None, "model.window"),
         (
@@ -66,9 +66,8 @@ def _check_idle(model: ModelConfig) -> None:
             "model.rotary_scaling=llama3 or yarn",
         ),
         (("rotary_attention_factor",), scaling == "yarn", "model.rotary_scaling=yarn"),
-    ):
-        if not holds:
-            refuse_unused("model", model, keys, f"without {needed}")
+    ]
+    refuse_without("model", model, needs)
 
 
 def _check_rotary(model: ModelConfig) -> None:
@@ -95,6 +94,9 @@ def _check_rotary(model: ModelConfig) -> None:
 
 def resolved(model: ModelConfig, vocab_size: int | None, sequence_length: int) -> ModelConfig:
     """The model with every default filled in; ``vocab_size`` stays None if neither is given."""
+    if model.moe.experts is not None and model.moe.group_top_k is None:
+        needed = "model.moe.group_top_k"
+        refuse_unused("model.moe", model.moe, ["groups"], f"without {needed}")
     if model.head_dim is None and model.hidden % model.heads:
         raise ConfigError(
             f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "

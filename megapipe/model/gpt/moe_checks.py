@@ -6,18 +6,16 @@ from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.strict_yaml import text_of
-from megapipe.unused_keys import refuse_unused
+from megapipe.unused_keys import Need, refuse_without
 from megapipe.words import choices, counted, ranges
 
 
 def check_experts(model: ModelConfig) -> None:
     """Raise :class:`ConfigError` for the first thing that is wrong in a resolved model."""
     moe = model.moe
-    for keys, holds, needed in _needs(moe):
-        if not holds:
-            refuse_unused("model.moe", moe, keys, f"without {needed}")
     if moe.experts is None:
         return
+    refuse_without("model.moe", moe, _needs(moe))
     _check_dense_layers(model)
     layers = list(filter(moe.has_experts, range(model.layers)))
     if not layers:
@@ -92,10 +90,8 @@ def _check_dense_layers(model: ModelConfig) -> None:
         )
 
 
-def _needs(moe: MoEConfig) -> Iterator[tuple[list[str], bool, str]]:
-    """Keys, whether they have an effect, and what they need for it."""
-    others = [key for key in MoEConfig.model_fields if key != "experts"]
-    yield others, moe.experts is not None, "model.moe.experts"
+def _needs(moe: MoEConfig) -> Iterator[Need]:
+    """Yield keys of layers with experts with what they need for an effect."""
     yield ["shared_gate"], moe.shared is not None, "model.moe.shared"
     yield ["drop"], moe.capacity is not None, "model.moe.capacity"
     yield ["balance_scope", "balance_choices"], moe.balance > 0, "model.moe.balance"

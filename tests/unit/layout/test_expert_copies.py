@@ -26,10 +26,10 @@ def plan(*overrides: str, world: int | None = None) -> Config:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (BALANCE, "experts.policy=balance has no effect without model.moe.experts: expected none"),
+        (BALANCE, "experts.policy=balance, experts.slots=2 have no effect without model.moe.expe"),
         (
             ("model.moe.experts=8", *BALANCE),
-            "experts.policy=balance has no effect without parallel.ep above 1: expected none",
+            "experts.policy=balance, experts.slots=2 have no effect without parallel.ep above 1",
         ),
         (
             (*SPLIT, "parallel.ep=1", "parallel.etp=2", *BALANCE),

@@ -269,7 +269,10 @@ def configure(*overrides: str) -> Config:
             ["train.steps=200", "train.stop_after=201"],
             "is more than train.steps=200: expected at m",
         ),
-        (["pipeline.placement=v"], "pipeline.placement=v is for pipeline.schedule=auto"),
+        (
+            ["pipeline.placement=v"],
+            "pipeline.placement=v has no effect without pipeline.schedule=a",
+        ),
         (["pipeline.schedule=gone.csv"], "pipeline.schedule=gone.csv: schedule gone.csv: No such"),
         (["pipeline.schedule=gone:f"], "schedule gone:f: there is no module 'gone'"),
         (

@@ -158,7 +158,10 @@ def test_they_are_stored_and_read_back(experts: str) -> None:
     [
         ("model.moe.ffn=8", "model.moe.ffn=8 has no effect without model.moe.experts"),
         ("model.moe.experts=4 model.moe.top_k=5", "top_k=5 is more than model.moe.experts=4"),
-        ("model.moe.experts=4 model.moe.groups=3", "is not divisible by model.moe.groups=3"),
+        (
+            "model.moe.experts=4 model.moe.groups=3 model.moe.group_top_k=1",
+            "is not divisible by model.moe.groups=3",
+        ),
         (
             "model.moe.experts=4 model.moe.groups=2 model.moe.group_top_k=3",
             "group_top_k=3 is more than model.moe.groups=2",
@@ -225,7 +228,7 @@ def test_they_are_stored_and_read_back(experts: str) -> None:
             "top_k=3 is more than model.moe.experts=[4, 8, 2, 4] (2 in layer 2): expected at",
         ),
         (
-            "model.moe.experts=[4,6,4,4] model.moe.groups=4",
+            "model.moe.experts=[4,6,4,4] model.moe.groups=4 model.moe.group_top_k=1",
             "experts=[4, 6, 4, 4] (6 in layer 1) is not divisible by model.moe.groups=4: groups",
         ),
         ("parallel.etp=2", "parallel.etp=2 has no effect without model.moe.experts"),

@@ -423,7 +423,7 @@ def test_a_disk_that_cannot_take_it_is_one_clear_line(
         ("fp16", {"master": "none"}, r"optimizer\.master=none is for model\.dtype=bf16, not fp16"),
         ("fp32", {"master": "none"}, r"optimizer\.master=none is for model\.dtype=bf16, not fp32"),
         ("fp64", {"state_dtype": "bf16"}, r"state_dtype=bf16 does not go with model\.dtype=fp64"),
-        ("bf16", {"loss_scale": 8.0}, r"loss_scale=8 is for model\.dtype=fp16, not bf16"),
+        ("bf16", {"loss_scale": 8.0}, r"loss_scale=8\.0 has no effect without model\.dtype=fp16"),
     ],
 )
 def test_kinds_that_no_model_can_use_are_refused(
