@@ -29,11 +29,13 @@ from megapipe.keys import (
     KEYS,
     MAPPINGS,
     SECTIONS,
+    entry_of,
     expected,
     field_of,
     literal_type_fits,
     refuse_code,
     unknown,
+    unknown_to_unset,
 )
 from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
@@ -45,6 +47,7 @@ OPTIONS = ("--dry-run", "--time-slices", TRACEBACK)
 """Those without a value; ``--help`` may have one."""
 UNSET = "unset"
 """Stands for no value, also where a configuration file has one."""
+COMMAND_LINE = "command line"
 IMBALANCE = "--imbalance"
 """Has a value."""
 
@@ -123,8 +126,7 @@ def parse(argv: Sequence[str]) -> Command:
         given = _read(presets.find(path))
     for key, text in assignments:
         if text == UNSET:
-            _check_unset(key)
-            given = [each for each in given if not f"{each.key}.".startswith(f"{key}.")]
+            given = _without(given, key)
         else:
             given += _override(key, text)
     where = " and ".join(
@@ -142,10 +144,30 @@ def parse(argv: Sequence[str]) -> Command:
     )
 
 
-def _check_unset(key: str) -> None:
-    """Raise :class:`ConfigError` where there is no such key and no such section."""
-    if field_of(key) is None and key not in SECTIONS and key not in MAPPINGS:
-        raise ConfigError(f"command line: {clipped(key)}={UNSET}: {unknown(key)}")
+def _without(given: Iterable[_Given], key: str) -> list[_Given]:
+    """The values without that of `key`: a key, a section, or an entry of a mapping.
+
+    Raises :class:`ConfigError` where there is no such thing, or where a section or an entry would
+    lose what the command line has given it before.
+    """
+    where, entry = f"{COMMAND_LINE}: {clipped(key)}={UNSET}", entry_of(key)
+    if field_of(key) is None and key not in (*SECTIONS, *MAPPINGS, entry):
+        raise ConfigError(f"{where}: {unknown_to_unset(key)}")
+    if entry is not None:
+        mapping, _, name = entry.rpartition(".")
+        of_all = [found for each in given if (found := entry_of(each.key)) is not None]
+        names = [one.rpartition(".")[2] for one in of_all if one.startswith(f"{mapping}.")]
+        if name not in names:
+            has = clipped(", ".join(_once(names))) or "no entries"
+            raise ConfigError(f"{where}: there is none to take away: {mapping} has {has}")
+    taken = [each for each in given if f"{each.key}.".startswith(f"{key}.")]
+    for each in taken:
+        if each.key != key and each.where == COMMAND_LINE:
+            raise ConfigError(
+                f"{where} would take away {each.key}, which the command line gives before it: "
+                f"expected {key}={UNSET} first"
+            )
+    return [each for each in given if each not in taken]
 
 
 def _imbalance(argv: Sequence[str]) -> tuple[Fraction | None, list[str]]:
@@ -264,7 +286,7 @@ def _override(key: str, text: str) -> list[_Given]:
         entries = strict_yaml.parse_value(key, text)
     except YamlError as error:
         raise ConfigError(f"command line: {clipped(key)}={clipped(text)}: {error}") from None
-    return [_Given(entry.key, entry.value, "command line") for entry in entries]
+    return [_Given(entry.key, entry.value, COMMAND_LINE) for entry in entries]
 
 
 def _read(path: Path) -> list[_Given]:

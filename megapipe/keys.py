@@ -115,6 +115,12 @@ def field_of(key: str) -> FieldInfo | None:
     return section.model_fields.get(parts[3]) if len(parts) == 4 else None
 
 
+def entry_of(key: str) -> str | None:
+    """The entry of a mapping that a key names, or that it is in: ``data.mixture.NAME``."""
+    parts = key.split(".")
+    return ".".join(parts[:3]) if len(parts) > 2 and ".".join(parts[:2]) in MAPPINGS else None
+
+
 def expected(info: FieldInfo) -> str:
     """Values that a field takes, in words: its own, or those of its type and bounds."""
     for rule in info.metadata:
@@ -157,6 +163,12 @@ def unknown(key: str) -> str:
     if elsewhere:
         return unknown(elsewhere)
     return f"unknown key; the sections are {', '.join(Config.model_fields)}"
+
+
+def unknown_to_unset(key: str) -> str:
+    """The words of an error about a key that is to be unset, where a section may be meant."""
+    near = _close(key, SECTIONS) if "." not in key else None
+    return unknown(key) if near is None else f"unknown key; did you mean {near}?"
 
 
 def literal_type_fits(annotation: Any, value: Value) -> bool:

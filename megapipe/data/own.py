@@ -24,8 +24,8 @@ ARGUMENTS = ("split", "sequence_length", "vocab_size", "tokenizer", "seed")
 """`split` is ``train``, ``validation``, or ``test`` for ``data.test``; `vocab_size` that of the
 model, above all token ids; `tokenizer` a :class:`~megapipe.data.tokenizer.Tokenizer`; `seed` is
 ``run.seed``."""
-CORPUS_KEYS = ("subset", "dataset_split", "text_field", "validation_fraction")
-"""Keys of ``data`` that only a corpus of texts has a use for."""
+OF_TEXTS = ("validation_fraction", "fim_rate")
+"""Keys of ``data`` that only texts and token files have a use for."""
 _PROBES = 16
 """Samples of a split that its digest covers."""
 

@@ -1,9 +1,15 @@
-"""Keys of `data` that name fields of rows."""
+"""Keys of `data` that say which texts of a source are read, and which fields of its rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from megapipe.data.corpus.compressed import inner_suffix
+from megapipe.data.corpus.files import OF_ROWS, is_saved_data_set, is_standard_library
+from megapipe.data.given import TEXT_KEYS, is_given
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
+from megapipe.paths import is_file, is_folder, user_path
 from megapipe.unused_keys import refuse_unused
 
 OF_EXAMPLES = (
@@ -20,11 +26,29 @@ SUPERVISED = "data.samples=supervised"
 def check_fields(data: DataConfig) -> None:
     """Raise :class:`ConfigError` for fields of rows that ``data.samples`` does not read."""
     if data.samples == "supervised":
-        refuse_unused("data", data, ["text_field"], f"with {SUPERVISED}", "")
-        for name, mixed in data.mixture.items():
-            refuse_unused(f"data.mixture.{name}", mixed, ["text_field"], f"with {SUPERVISED}", "")
+        fields = ["text_field", *(f"mixture.{name}.text_field" for name in data.mixture)]
+        refuse_unused("data", data, fields, f"with {SUPERVISED}", "")
     else:
         refuse_unused("data", data, OF_EXAMPLES, f"without {SUPERVISED}")
+
+
+def unread_keys(source: str, dataset_split: str | None) -> tuple[str, Sequence[str]]:
+    """Return in words what a source of texts is, and the keys that it is read without.
+
+    They are some of :data:`~megapipe.data.given.TEXT_KEYS`; none where it is not known yet.
+    """
+    if is_given(source):
+        return "a token file", TEXT_KEYS
+    if is_standard_library(source):
+        return "Python's standard library", TEXT_KEYS
+    path = user_path(source)
+    if is_folder(path) and is_saved_data_set(path):
+        return "a saved data set", ["subset"]
+    if dataset_split is not None:  # whatever it is, `datasets` reads it
+        return "a data set", []
+    if is_file(path) and inner_suffix(path) not in OF_ROWS:
+        return "a text file", ["subset", "text_field"]
+    return "texts", ["subset"] if is_file(path) or is_folder(path) else []
 
 
 def no_rows(key: str, source: str) -> ConfigError:

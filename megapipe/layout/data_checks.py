@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megapipe import unused_keys
 from megapipe.data import given, own
 from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.mixture import weight_plan
-from megapipe.data.row_keys import check_fields, no_rows
+from megapipe.data.row_keys import check_fields, no_rows, unread_keys
 from megapipe.data.split import split_ranges
 from megapipe.data_config import DataConfig, source_key
 from megapipe.errors import ConfigError
@@ -29,11 +30,9 @@ def check_data(data: DataConfig) -> None:
         )
     if data.split is not None:
         split_ranges(data.split, 0)
-    if data.reset_positions and not data.masks_documents:
-        raise ConfigError(
-            "data.reset_positions=true is for documents that attention keeps apart: expected "
-            "data.document_mask=true too, or false"
-        )
+    if not data.masks_documents:
+        refuse_unused("data", data, ["reset_positions"], "without data.document_mask=true")
+    _check_fraction(data)
     if data.samples == "megatron":
         _check_megatrons(data)
     _check_fim(data)
@@ -42,17 +41,36 @@ def check_data(data: DataConfig) -> None:
         if "" in getattr(data, key):
             raise ConfigError(f"data.{key}: a source has an empty name: expected data.{key}.NAME")
     sources = list(_sources(data))
-    for key, source in sources:
-        _check_source(data, key, source, alone=len(sources) == 1)
+    without_fields = all("text_field" in _unread(read)[1] for _, read in sources)
+    for key, read in sources:
+        _check_source(data, key, read, alone=len(sources) == 1, without_fields=without_fields)
 
 
-def _sources(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """Every source with the key that names it."""
-    for name, config in data.sources.items():
-        yield source_key(name), config.source
+def _check_fraction(data: DataConfig) -> None:
+    """Refuse a share of documents to hold out where something else says what is held out."""
+    for key, instead in (("validation", "no data.validation"), ("split", "data.split=null")):
+        if getattr(data, key) and data.validation_fraction:
+            keys, why = ["validation_fraction"], f"with data.{key}"
+            refuse_unused("data", data, keys, why, f", or {instead}")
+
+
+def _unread(read: DataConfig) -> tuple[str, Sequence[str]]:
+    """Return in words what a source is, and the keys of texts that it is read without."""
+    if is_source(read.source):
+        return "a data set of your own", given.TEXT_KEYS
+    if "://" in read.source:  # what it is will be known when it is here
+        return "remote", ()
+    return unread_keys(read.source, read.dataset_split)
+
+
+def _sources(data: DataConfig) -> Iterator[tuple[str, DataConfig]]:
+    """Every source, with the key that names it and the keys that it is read with."""
+    for name, read in data.sources.items():
+        yield source_key(name), read
+    whole = data.model_copy(update={"subset": None, "dataset_split": None})
     for split, named in (("validation", data.validation), ("test", data.test)):
         for name, source in named.items():
-            yield f"data.{split}.{name}", source
+            yield f"data.{split}.{name}", whole.model_copy(update={"source": source})
 
 
 def _check_mixture(data: DataConfig) -> None:
@@ -65,8 +83,9 @@ def _check_mixture(data: DataConfig) -> None:
             f"data.source={data.source} and data.mixture ({', '.join(mixture)}): expected one of "
             "them"
         )
-    for key in ("subset", "dataset_split"):
-        refuse_unused("data", data, [key], "with data.mixture", f", and data.mixture.NAME.{key}")
+    keys = unused_keys.given(data, ["subset", "dataset_split"])
+    instead = " and ".join(f"data.mixture.NAME.{key}" for key in keys)
+    refuse_unused("data", data, keys, "with data.mixture", f", and {instead}")
     if len(mixture) > MOST_SOURCES:
         raise ConfigError(
             f"data.mixture has {len(mixture)} sources: expected {MOST_SOURCES} at most"
@@ -87,22 +106,17 @@ def _check_mixture(data: DataConfig) -> None:
 
 def _check_megatrons(data: DataConfig) -> None:
     """Refuse what Megatron-LM's blends do not have."""
-    if data.temperature != 1 and all(s.weight is None for s in data.mixture.values()):
-        raise ConfigError(
-            f"data.temperature={data.temperature} is for weights, and data.mixture has none: "
-            "data.samples=megatron takes sources by their sizes then; expected 1, or weights"
-        )
+    if data.mixture and all(s.weight is None for s in data.mixture.values()):
+        why = "with data.samples=megatron, which takes sources without weights by their sizes"
+        refuse_unused("data", data, ["temperature"], why, ", or data.mixture.NAME.weight")
+    limits = [f"mixture.{name}.{key}" for name in data.mixture for key in ("tokens", "epochs")]
+    why = "with data.samples=megatron, whose blends have weights alone"
+    refuse_unused("data", data, limits, why, "")
     for name, source in data.mixture.items():
-        key = f"data.mixture.{name}"
-        if source.tokens is not None or source.epochs is not None:
-            raise ConfigError(
-                f"{key}: tokens and epochs are for data.samples=stateless or packed: Megatron-LM's "
-                "blends have weights alone"
-            )
         if isinstance(source.weight, list):
             raise ConfigError(
-                f"{key}.weight={source.weight}: expected one number: Megatron-LM's blends do not "
-                "change"
+                f"data.mixture.{name}.weight={source.weight}: expected one number: Megatron-LM's "
+                "blends do not change"
             )
 
 
@@ -122,31 +136,31 @@ def _check_fim(data: DataConfig) -> None:
         )
 
 
-def _check_source(data: DataConfig, key: str, source: str, *, alone: bool) -> None:
-    """Refuse keys that have no effect on a source of its kind: those that another source may use,
-    only if it is alone."""
-    texts: Sequence[str] = ()
+def _check_source(
+    data: DataConfig, key: str, read: DataConfig, *, alone: bool, without_fields: bool
+) -> None:
+    """Refuse keys that have no effect on a source of its kind.
+
+    Those that another source may use are refused only if it is `alone`, and the field of texts
+    where no source has fields.
+    """
+    source, (what, unread) = read.source, _unread(read)
+    texts = [name for name in unread if name != "text_field" and key == "data.source"]
+    texts += ["text_field"] if without_fields else []
     trained: Sequence[str] = ()
     if is_source(source):
         own.load(source, ConfigError)
-        what = "a data set of your own"
-        texts, trained = (*own.CORPUS_KEYS, "fim_rate"), ("split", "samples")
-    elif given.is_given(source):
-        what, texts = "a token file", given.TEXT_KEYS
-    elif is_standard_library(source):
-        what, texts, trained = "Python's standard library", given.TEXT_KEYS, ("split",)
-    elif "://" in source:  # what it is will be known when it is here
-        return
-    else:
-        what, trained = "texts", ("split",)
+        texts += [*own.OF_TEXTS] if alone else []
+        trained = ("split", "samples")
+    elif not given.is_given(source) and "://" not in source:
+        trained = ("split",)
     instead = ", and data.validation_fraction, data.validation.NAME or data.test.NAME"
     if data.samples == "supervised" and (given.is_given(source) or is_standard_library(source)):
         raise no_rows(key, source)
     why = f"with {key}={source}, which is {what}"
-    if alone:
-        refuse_unused("data", data, texts, why, "")
+    refuse_unused("data", data, texts, why, "")
     name = key.removeprefix("data.mixture.").removesuffix(".source")
-    if name in data.mixture and texts:
-        refuse_unused(f"data.mixture.{name}", data.mixture[name], given.TEXT_KEYS, why, "")
+    if name in data.mixture:
+        refuse_unused(f"data.mixture.{name}", data.mixture[name], unread, why, "")
     if key == "data.source" or key.startswith("data.mixture."):
         refuse_unused("data", data, trained, why, "" if is_source(source) else instead)

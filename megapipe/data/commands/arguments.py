@@ -7,11 +7,12 @@ from pydantic import ValidationError
 
 from megapipe.command_line import Parser
 from megapipe.data.given import is_given
-from megapipe.data.row_keys import check_fields
+from megapipe.data.row_keys import check_fields, unread_keys
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 from megapipe.keys import expected
 from megapipe.section import documentation
+from megapipe.unused_keys import refuse_unused
 from megapipe.user_code import is_source
 
 OF_A_CORPUS = ("source", "subset", "dataset_split", "text_field", "workers")
@@ -52,6 +53,8 @@ def data_config(given: argparse.Namespace) -> DataConfig:
             "to prepare; inspect, verify, merge and split are for such files"
         )
     check_fields(config)
+    what, unread = unread_keys(config.source, config.dataset_split)
+    refuse_unused("data", config, unread, f"with data.source={config.source}, which is {what}", "")
     return config
 
 

@@ -187,7 +187,7 @@ MIXTURES = [
     Bad("a temperature of weights that there are not",
         "data.source=stdlib data.mixture.a.source=t data.mixture.b.source=t data.samples=megatron "
         "data.temperature=2", 2,
-        ("data.temperature=2.0 is for weights, and data.mixture has none",)),
+        ("data.temperature=2.0 has no effect with data.samples=megatron, wh",)),
     Bad("a temperature of 0", f"{MIXTURE} data.temperature=0", 2,
         ("data.temperature=0: expected a number > 0",)),
     Bad("weights too large",

@@ -336,7 +336,7 @@ def test_a_digest_follows_what_is_trained_on() -> None:
         ),
         (
             ["data.mixture.x.source=a", "data.samples=megatron", "data.temperature=2"],
-            "data.temperature=2.0 is for weights, and data.mixture has none",
+            "data.temperature=2.0 has no effect with data.samples=megatron, wh",
         ),
         (
             ["data.source=a", "data.split=0,0"],
