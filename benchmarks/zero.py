@@ -94,7 +94,7 @@ def sharded(dp: int, zero: int, dtype: str) -> tuple[Config, Layout]:
             },
             "parallel": {"dp": dp},
             "pipeline": {"schedule": "breadth_first", "chunks": CHUNKS},
-            "optimizer": {"zero": zero, "prefetch": 0},
+            "optimizer": {"zero": zero, **({"prefetch": 0} if zero == 3 else {})},
             "train": {"sequence_length": 8, "microbatch": 1, "global_batch": 4 * dp},
         }
     )

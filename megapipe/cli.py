@@ -46,7 +46,8 @@ from megapipe.words import clipped, folded, printable, without_secrets
 OPTIONS = ("--dry-run", "--time-slices", TRACEBACK)
 """Those without a value; ``--help`` may have one."""
 UNSET = "unset"
-"""Stands for no value, also where a configuration file has one."""
+"""Stands for no value of a key, a section or an entry of a mapping, also where a configuration file
+has one."""
 COMMAND_LINE = "command line"
 IMBALANCE = "--imbalance"
 """Has a value."""

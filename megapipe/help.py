@@ -46,7 +46,8 @@ def _overview() -> str:
         "CONFIG is a file in YAML, or the name of one that comes with megapipe: "
         f"{', '.join(presets.names())}. Values come from the file, then from the command line; the "
         "rest are defaults. They are YAML: numbers, true, false, null, text, [lists]. "
-        "section.key=unset (or section=unset) takes away what the file says.",
+        "section.key=unset takes away what the file says, section=unset all of a section, and "
+        "data.mixture.NAME=unset an entry.",
         "",
     )
     lines += _wrapped(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.section import Section
 from megapipe.strict_yaml import text_of
+from megapipe.words import together
 
 Need = tuple[Sequence[str], bool, str]
 """Keys, whether they have an effect, and what they need for it: "model.window"."""
@@ -48,8 +49,9 @@ def refuse_unused(
     """
     unused = given(section, keys)
     if unused:
-        has = f"{_with_values(name, section, unused)} {'has' if len(unused) == 1 else 'have'}"
-        usual = " and ".join(text_of(_default(section, key)) for key in unused)
+        shown = list(_with_values(f"{name}." if name else "", section, unused))
+        has = f"{', '.join(shown)} {'has' if len(shown) == 1 else 'have'}"
+        usual = together([text_of(_default(section, key)) for key in unused])
         raise ConfigError(f"{has} no effect {why}: expected {right or f'{usual}{instead}'}")
 
 
@@ -58,10 +60,14 @@ def given(section: Section, keys: Iterable[str]) -> list[str]:
     return [key for key in keys if _value(section, key) != _default(section, key)]
 
 
-def _with_values(name: str, section: Section, keys: Iterable[str]) -> str:
-    """Keys of the section `name` with their values, as an error begins."""
-    before = f"{name}." if name else ""
-    return ", ".join(f"{before}{key}={text_of(_value(section, key))}" for key in keys)
+def _with_values(before: str, section: Section, keys: Iterable[str]) -> Iterator[str]:
+    """Yield keys behind `before` with their values, those of a mapping one by one."""
+    for key in keys:
+        value = _value(section, key)
+        if isinstance(value, Mapping):
+            yield from (f"{before}{key}.{name}={text_of(each)}" for name, each in value.items())
+        else:
+            yield f"{before}{key}={text_of(value)}"
 
 
 def _value(section: Section, key: str) -> Any:

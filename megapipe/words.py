@@ -127,8 +127,17 @@ def multiples(value: int, factor: int) -> str:
 
 def either(values: Sequence[int | str]) -> str:
     """The values in words: 1, 2 or 4."""
+    return _listed(values, "or")
+
+
+def together(values: Sequence[int | str]) -> str:
+    """The values in words: 1, 2 and 4."""
+    return _listed(values, "and")
+
+
+def _listed(values: Sequence[int | str], word: str) -> str:
     *head, last = map(str, values)
-    return f"{', '.join(head)} or {last}" if head else last
+    return f"{', '.join(head)} {word} {last}" if head else last
 
 
 def ranges(numbers: Iterable[int]) -> str:

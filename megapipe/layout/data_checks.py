@@ -14,6 +14,7 @@ from megapipe.data_config import DataConfig, source_key
 from megapipe.errors import ConfigError
 from megapipe.unused_keys import refuse_unused
 from megapipe.user_code import is_source
+from megapipe.words import together
 
 MOST_SOURCES = 255
 """Of a mixture: a byte tells them apart."""
@@ -83,9 +84,9 @@ def _check_mixture(data: DataConfig) -> None:
             f"data.source={data.source} and data.mixture ({', '.join(mixture)}): expected one of "
             "them"
         )
-    keys = unused_keys.given(data, ["subset", "dataset_split"])
-    instead = " and ".join(f"data.mixture.NAME.{key}" for key in keys)
-    refuse_unused("data", data, keys, "with data.mixture", f", and {instead}")
+    if keys := unused_keys.given(data, ["subset", "dataset_split"]):
+        instead = together([f"data.mixture.NAME.{key}" for key in keys])
+        refuse_unused("data", data, keys, "with data.mixture", f", and {instead}")
     if len(mixture) > MOST_SOURCES:
         raise ConfigError(
             f"data.mixture has {len(mixture)} sources: expected {MOST_SOURCES} at most"

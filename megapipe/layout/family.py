@@ -30,7 +30,7 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
             f"data.tokenizer={config.data.tokenizer}: expected at least {tokenizer_size}"
         )
     if model.source is None:
-        refuse_unused("model", model, ["options"], "without model.source")
+        refuse_unused("model", model, ["options"], "without model.source", right="none, or that")
         return resolved(model, tokenizer_size, config.train.sequence_length)
     _refuse_sizes(model)
     return model.model_copy(update={"vocab_size": model.vocab_size or tokenizer_size})

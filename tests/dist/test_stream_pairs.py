@@ -64,7 +64,6 @@ def test_what_is_no_dimension_here_is_refused_without_a_flush(field: str) -> Non
     values = {of[field] for of in changes() if field in of} - one_chunk
     for value in values:
         fewest = min((of for of in changes() if of.get(field) == value), key=len)
-        zero = 3 if "prefetch" in fewest else without_flush.zero
         with pytest.raises(ConfigError):
-            configure(replace(without_flush, zero=zero, **fewest))
+            configure(replace(without_flush, **fewest))
     assert values

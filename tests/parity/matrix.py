@@ -108,7 +108,6 @@ WITHOUT_EFFECT: list[Rule] = [
     (("uneven", "layout", "schedule"), lambda c: c.uneven and c.pp * (c.chunks or 1) == 1),
     (("shard_size", "layout"), lambda c: c.shard_size == c.copies > 1),
     (("zero", "layout", "shard_size"), lambda c: c.zero > 1 and 1 in (c.copies, c.shard_size)),
-    (("prefetch", "zero"), lambda c: c.prefetch == 0 and c.zero < 3),
     (("reduce_dtype", "layout"), lambda c: c.reduce_dtype is not None and c.copies == 1),
     (("reduce_chunk_mib", "layout"), lambda c: c.reduce_chunk_mib is not None and c.copies == 1),
     (("post_validation", "layout"), lambda c: c.post_validation and c.pp == 1),

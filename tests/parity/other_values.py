@@ -28,12 +28,15 @@ WINDOW = "model.window=4"
 EXPERTS = "model.moe.experts=4"
 COPIES = f"{EXPERTS} parallel.ep=2 experts.policy=balance experts.slots=1 log.peak_tflops=1"
 OWNERS = f"{EXPERTS} parallel.ep=2 experts.policy=migrate experts.pool=x log.peak_tflops=1"
+GROUPS = f"{EXPERTS} model.moe.groups=2 model.moe.group_top_k=2"
+SLICED = "parallel.pp=2 pipeline.schedule=seq1f1b pipeline.slices=2"
 OWN_MODEL = "model.source=tests.parity.own_models:plain model.options.depth=2"
 MARKS = "data.fim_rate=0.5 data.fim_tokens=[<a>,<b>,<c>]"
 MIXED = "data.source=stdlib data.mixture.a.source=x data.mixture.b.source=y"
 FOUR, SIXTEEN = "parallel.cp=4", "parallel.cp=16"
 LONGER = f"{SIXTEEN} train.sequence_length=32"
 BESIDE = {
+    "activations.blocks": "activations.policy=full",
     "activations.keep_attention": "activations.policy=full",
     "activations.modules": "activations.policy=selective",
     "activations.span": "activations.policy=full",
@@ -53,7 +56,7 @@ BESIDE = {
     **dict.fromkeys(
         (f"model.moe.{key}" for key in MoEConfig.model_fields if key != "experts"), EXPERTS
     ),
-    "model.moe.group_top_k": f"{EXPERTS} model.moe.groups=2",
+    **dict.fromkeys(("model.moe.groups", "model.moe.group_top_k"), GROUPS),
     "model.moe.shared_gate": f"{EXPERTS} model.moe.shared=8",
     "model.moe.drop": f"{EXPERTS} model.moe.capacity=1",
     **dict.fromkeys(("parallel.ep", "parallel.etp"), EXPERTS),
@@ -82,10 +85,20 @@ BESIDE = {
     "model.source": OWN_MODEL,
     "model.options": OWN_MODEL,
     "optimizer.master": "model.dtype=bf16",
-    "optimizer.loss_scale": "model.dtype=fp16",
+    **dict.fromkeys(("optimizer.loss_scale", "optimizer.loss_scale_window"), "model.dtype=fp16"),
+    "optimizer.prefetch": "optimizer.zero=3",
+    "optimizer.rounding": "optimizer.state_dtype=bf16",
+    "optimizer.window_mib": "optimizer.offload=host",
+    **dict.fromkeys(("numbers.spike", "numbers.spike_window"), "numbers.spike_factor=9"),
+    "numbers.most_skipped": "numbers.non_finite=skip",
+    **dict.fromkeys(("numbers.rewinds", "numbers.leave_out"), "numbers.non_finite=rewind"),
+    "log.experts_every": EXPERTS,
+    "log.wandb_project": "log.wandb=offline",
+    **dict.fromkeys(("pipeline.slice_overhead", "pipeline.slice_attention"), SLICED),
     **dict.fromkeys(
         ("context.plan", "context.order", "context.ulysses", "context.travels"), "parallel.cp=2"
     ),
+    "checkpoint.load_only": "checkpoint.load=x",
     "checkpoint.upcycle": f"{EXPERTS} checkpoint.load=x",
     "context.inner": f"{LONGER} context.plan=double_ring context.inner=8",
     "context.ranks": f"{FOUR} context.ulysses=2",

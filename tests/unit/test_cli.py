@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megapipe import cli, errors
 from megapipe.config import Config
-from megapipe.data_config import DataConfig
+from megapipe.data_config import DataConfig, MixtureSource
 from megapipe.errors import ConfigError
 from megapipe.help import help_text
 from megapipe.keys import KEYS, SECTIONS, expected
@@ -227,7 +227,58 @@ def test_what_a_file_says_can_be_taken_away(tmp_path: Path) -> None:
     given = ["model.norm=rmsnorm", "model.norm=unset", "model.layers=3"]
     assert cli.parse(given).config.model == ModelConfig(layers=3), "in the order of the arguments"
     assert cli.parse(['run.name="unset"']).config.run.name == "unset", "quoted it is a word"
-    assert "model.nrom=unset: unknown key; did you mean model.norm?" in message("model.nrom=unset")
+
+
+def test_an_entry_of_a_mapping_can_be_taken_away(tmp_path: Path) -> None:
+    sources = "data:\n  mixture:\n    web: {source: x}\n    code: {source: y, weight: 2}\n"
+    path = write(tmp_path, f"{sources}parallel:\n  layouts:\n    half: {{pp: 2}}\n")
+    taken = cli.parse([path, "data.mixture.web=unset", "parallel.layouts.half=unset"]).config
+    assert list(taken.data.mixture) == ["code"]
+    assert taken.parallel.layouts == {}
+    taken = cli.parse([path, "data.mixture.code=unset", "data.mixture.code.source=z"]).config
+    assert taken.data.mixture["code"] == MixtureSource(source="z"), "nothing is left of the file's"
+    assert cli.parse([path, "data.mixture=unset"]).config.data == DataConfig()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("model.nrom=unset", "model.nrom=unset: unknown key; did you mean model.norm?"),
+        ("modle=unset", "modle=unset: unknown key; did you mean model?"),
+        ("model.meo=unset", "model.meo=unset: unknown key; model has source, options, layers"),
+        ("lr=unset", "lr=unset: unknown key; did you mean optimizer.lr?"),
+        (
+            "data.mixture.web.weigth=unset",
+            "data.mixture.web.weigth=unset: unknown key; expected data.mixture.NAME.source|weight",
+        ),
+        (
+            "data.mixture.wbe=unset",
+            "data.mixture.wbe=unset: there is none to take away: data.mixture has web, code",
+        ),
+        (
+            "data.test.wiki=unset",
+            "data.test.wiki=unset: there is none to take away: data.test has no entries",
+        ),
+        (
+            "model.source=x:y model=unset",
+            (
+                "model=unset would take away model.source, which the command line gives before it: "
+                "expected model=unset first"
+            ),
+        ),
+        (
+            "data.mixture.web.weight=2 data.mixture.web=unset",
+            (
+                "data.mixture.web=unset would take away data.mixture.web.weight, which the command "
+                "line gives before it: expected data.mixture.web=unset first"
+            ),
+        ),
+    ],
+)
+def test_what_cannot_be_taken_away(given: str, line: str, tmp_path: Path) -> None:
+    """A key that is given may be: the last one wins."""
+    path = write(tmp_path, "data:\n  mixture:\n    web: {source: x}\n    code: {source: y}\n")
+    assert f"command line: {line}" in message(path, *given.split())
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megapipe.data_config import DataConfig
+from megapipe.config import Config
+from megapipe.data_config import DataConfig, MixtureSource
 from megapipe.errors import ConfigError
-from megapipe.unused_keys import refuse_unused
+from megapipe.unused_keys import Need, refuse_unused, refuse_without
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,28 @@ def test_all_of_them_are_in_one_line(keys: list[str], instead: str, line: str) -
     with pytest.raises(ConfigError) as refused:
         refuse_unused("x", data, keys, "without it", instead)
     assert str(refused.value) == line
+
+
+def test_keys_of_inner_sections_and_entries_of_mappings_are_named_in_full() -> None:
+    data = DataConfig(
+        validation={"wiki": "x", "web": "y"}, mixture={"a": MixtureSource(source="z", tokens=9)}
+    )
+    config = Config(data=data)
+    keys = ["data.validation", "data.test", "data.mixture.a.tokens", "model.moe.top_k"]
+    with pytest.raises(ConfigError) as refused:
+        refuse_unused("", config, keys, "here", right="nothing of it")
+    assert str(refused.value) == (
+        "data.validation.wiki=x, data.validation.web=y, data.mixture.a.tokens=9 have no effect "
+        "here: expected nothing of it"
+    )
+
+
+def test_what_is_needed_is_in_the_line() -> None:
+    needs: list[Need] = [(["subset"], True, "this"), (["subset", "text_field"], False, "that")]
+    with pytest.raises(
+        ConfigError, match=r"^x\.subset=en has no effect without that: expected null"
+    ):
+        refuse_without("x", DataConfig(subset="en"), needs)
 
 
 def test_a_default_is_no_value() -> None:

@@ -37,7 +37,8 @@ class ModelConfig(Section):
     vocab_size: int | None = Field(None, ge=2)
     """Size of the vocabulary; default: the tokenizer's. A larger number is allowed."""
     max_positions: int | None = Field(None, ge=1)
-    """Rows of the learned position table; default: train.sequence_length."""
+    """Rows of the learned position table; of other positions the longest text that exports name.
+    Default: train.sequence_length."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before attention, before the MLP and before the head."""
     norm_eps: float = Field(1e-5, gt=0)

@@ -16,7 +16,6 @@ from megapipe.config import Config
 from megapipe.context_config import PLANS, ContextConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
-from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import peak_activations

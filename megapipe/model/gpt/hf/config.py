@@ -13,6 +13,7 @@ from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.parts import require
 from megapipe.model.gpt.hf.table import TABLE, Row
+from megapipe.words import together
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
@@ -26,10 +27,8 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
     model_type = getattr(hf_config, "model_type", type(hf_config).__name__)
     row = TABLE.get(model_type)
     if row is None:
-        *others, last = TABLE
         raise ConfigError(
-            f"model_type {model_type!r} is not supported; supported are "
-            f"{', '.join(others)} and {last}"
+            f"model_type {model_type!r} is not supported; supported are {together(list(TABLE))}"
         )
     fields = dict(row.fixed)
     try:
