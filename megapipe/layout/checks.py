@@ -26,10 +26,14 @@ from megapipe.urls import check_folder, check_url, is_remote
 from megapipe.words import choices, counted, either, multiples, plural
 
 
-def check(config: Config, family: Family, dp: int, processes: int) -> None:
-    """Raise :class:`ConfigError` for the first thing in a resolved configuration that is wrong."""
+def check_urls(config: Config) -> None:
+    """Raise :class:`ConfigError` for a URL with secrets in it, before any value is told."""
     for key, text in texts_of(config.model_dump()):
         check_url(key, text)
+
+
+def check(config: Config, family: Family, dp: int, processes: int) -> None:
+    """Raise :class:`ConfigError` for the first thing in a resolved configuration that is wrong."""
     _check_support(config, family)
     family.check()
     load_loss(family.conditions)  # raises where there is none

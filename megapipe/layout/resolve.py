@@ -11,7 +11,7 @@ from fractions import Fraction
 from megapipe.config import Config
 from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
-from megapipe.layout.checks import check, check_compile, check_slices
+from megapipe.layout.checks import check, check_compile, check_slices, check_urls
 from megapipe.layout.context_checks import check_context, check_keep_attention, split_of
 from megapipe.layout.context_plan import context_plans
 from megapipe.layout.costs import relative_cost, stage_work
@@ -85,6 +85,7 @@ def _resolve(
     device: DeviceKind | None,
     before: Layout | None,
 ) -> tuple[Config, Layout]:
+    check_urls(given)
     if vocab_size is None and given.data.tokenizer == "byte":
         vocab_size = BYTE_VOCABULARY
     given = for_processes(given, world)
