@@ -44,9 +44,7 @@ def test_keys_of_inner_sections_and_entries_of_mappings_are_named_in_full() -> N
 
 def test_what_is_needed_is_in_the_line() -> None:
     needs: list[Need] = [(["subset"], True, "this"), (["subset", "text_field"], False, "that")]
-    with pytest.raises(
-        ConfigError, match=r"^x\.subset=en has no effect without that: "
-    ):
+    with pytest.raises(ConfigError, match=r"^x\.subset=en has no effect without that: "):
         refuse_without("x", DataConfig(subset="en"), needs)
 
 

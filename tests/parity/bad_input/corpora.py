@@ -169,12 +169,12 @@ TOKEN_FILES = [
          "train.steps=60 optimizer.schedule=constant log.every=1000",
          ("token id 300", "0 to 256", "train.bin"), foreign_token),
     late("too few for a sample", "data.source=t train.sequence_length=2000",
-         ("t.bin has", "one sample needs 2001")),
+         ("data.source=t has", "one sample needs 2001")),
     Bad("a split of nothing", "data.source=t data.split=0,0,0", 2,
         ("data.split=0,0,0", "expected one above 0")),
     late("a split that leaves nothing", "data.source=t data.split=0,1",
          ("data.split=0,1 leaves nothing of the 40 sequences",)),
-    Bad("a split of texts", "data.split=9,1", 2, ("data.split=9,1 has no effect", "is texts")),
+    Bad("a split of texts", "data.split=9,1", 2, ("data.split=9,1 has no effect", "is a text file")),
     Bad("a split in words", "data.source=t data.split=most", 2, ("data.split=most: expected",)),
 ]  # fmt: skip
 MIXTURES = [

@@ -292,7 +292,7 @@ ACTIVATIONS = [
     Bad("activations.span without full", "activations.span=2", 2,
         ("activations.span=2 has no effect without activations.policy=full: expected 1",)),
     Bad("activations.offload of a stage", "activations.policy=stage activations.offload=[norm]", 2,
-        ("activations.offload=['norm'] does not go with activations.policy=stage",)),
+        ("activations.offload=[norm] has no effect without an activations.policy other than",)),
 ]  # fmt: skip
 OPTIMIZER = [
     Bad("optimizer.lr is negative", "optimizer.lr=-1", 2,
