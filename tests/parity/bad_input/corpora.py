@@ -174,7 +174,8 @@ TOKEN_FILES = [
         ("data.split=0,0,0", "expected one above 0")),
     late("a split that leaves nothing", "data.source=t data.split=0,1",
          ("data.split=0,1 leaves nothing of the 40 sequences",)),
-    Bad("a split of texts", "data.split=9,1", 2, ("data.split=9,1 has no effect", "is a text file")),
+    Bad("a split of texts", "data.split=9,1", 2,
+        ("data.split=9,1 has no effect", "is a text file")),
     Bad("a split in words", "data.source=t data.split=most", 2, ("data.split=most: expected",)),
 ]  # fmt: skip
 MIXTURES = [
