@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megapipe.config import Config, DataConfig, OptimizerConfig
+from megapipe.data.given import TEXT_KEYS
 from megapipe.data.own import ARGUMENTS as DATA_ARGUMENTS
-from megapipe.data.own import CORPUS_KEYS
+from megapipe.data.own import OF_TEXTS
 from megapipe.distributed.mesh import Axis
 from megapipe.layout.lr_plan import ARGUMENTS as PLAN_ARGUMENTS
 from megapipe.optim.rules import build_rule
@@ -137,8 +138,9 @@ def test_the_tables_name_what_there_is() -> None:
     assert first_cells("Learning rate") == set(PLAN_ARGUMENTS)
     words = set(re.findall(r"`([\w.]+)`", SECTIONS["Data set"]))
     assert words >= set(DATA_ARGUMENTS)
-    assert {f"data.{CORPUS_KEYS[0]}", *CORPUS_KEYS[1:]} <= words
-    assert set(CORPUS_KEYS) <= set(DataConfig.model_fields)
+    refused = (*TEXT_KEYS, *OF_TEXTS)
+    assert {f"data.{refused[0]}", *refused[1:]} <= words
+    assert set(refused) <= set(DataConfig.model_fields)
     for key in re.findall(r"^\| `(\w+\.\w+)` \|", PAGE, re.MULTILINE):
         section, _, name = key.partition(".")
         assert name in getattr(Config(), section).model_dump()
