@@ -28,7 +28,8 @@ def check_effects(config: Config) -> None:
 def check_kernels(config: Config, kernels: KernelNeeds, name: str) -> None:
     """Refuse kernels asked for by name where the family `name` has nothing for them to do.
 
-    Torch's own, which a configuration may name for all purposes, are taken everywhere.
+    Torch's own are taken, as a configuration may name them for all purposes, but for attention and
+    norms of a family that calls none.
     """
     wanted, rule = config.kernels, config.optimizer.rule
     lacking = [key for key in ("attention", "norm") if getattr(kernels, key) is None]
