@@ -23,7 +23,7 @@ from megapipe import presets, strict_yaml
 from megapipe.command_line import TRACEBACK
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.foreign import trainer_of, trainer_of_flag
+from megapipe.foreign import describe_file, describe_flag
 from megapipe.help import help_text, usage
 from megapipe.keys import (
     KEYS,
@@ -107,8 +107,8 @@ def parse(argv: Sequence[str]) -> Command:
         if argument.startswith("-"):
             bare = argument.lstrip("-")
             hint = f"; write {clipped(bare)}" if bare.partition("=")[0] in KEYS else ""
-            if (other := trainer_of_flag(bare.partition("=")[0])) is not None:
-                hint = f", a flag of {other.name}: {other.page} maps them"
+            if (other := describe_flag(bare.partition("=")[0])) is not None:
+                hint = f", {other}"
             raise ConfigError(
                 f"command line: unknown option {clipped(argument)}{hint}; usage: {usage()}"
             )
@@ -304,21 +304,30 @@ def _read(path: Path) -> list[_Given]:
         raise ConfigError(f"{name}: larger than {MOST_BYTES} bytes, which no configuration is")
     try:
         text = raw.decode("utf-8-sig")
-        if (other := trainer_of(text)) is not None:
-            raise ConfigError(
-                f"{name}: a configuration of {other.name}, whose keys are others: {other.page} "
-                "maps them"
-            )
-        entries = strict_yaml.parse_mapping(text)
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{name}:{line}: not UTF-8 text") from None
+    try:
+        entries = strict_yaml.parse_mapping(text)
     except YamlError as error:
         place = f"{name}:{error.line}" if error.line else name
+        _refuse_foreign(path, text)
         raise ConfigError(f"{place}: {error}") from None
+    if not all(map(_is_known, entries)):
+        _refuse_foreign(path, text)
     if all(entry.key in SECTIONS and entry.value is None for entry in entries):
         raise ConfigError(f"{name}: no key is in it: expected sections with keys, such as 'model:'")
     return [_Given(entry.key, entry.value, f"{name}:{entry.line}") for entry in entries]
+
+
+def _is_known(entry: strict_yaml.Entry) -> bool:
+    return field_of(entry.key) is not None or entry.key in SECTIONS or entry.key in MAPPINGS
+
+
+def _refuse_foreign(path: Path, text: str) -> None:
+    """Raise :class:`ConfigError` if a file is another trainer's configuration."""
+    if (other := describe_file(text, path.suffix)) is not None:
+        raise ConfigError(f"{printable(str(path))}: {other}")
 
 
 def _no_file(path: Path) -> str:

@@ -153,6 +153,8 @@ def _compose(text: str) -> Any:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(f"the character {chr(error.character)!a} is not allowed", line) from None
+    except (ValueError, OverflowError):  # of chr
+        raise YamlError("not valid YAML: an escape of a character that Unicode has not") from None
 
 
 def _entries(mapping: yaml.MappingNode, prefix: str) -> list[Entry]:

@@ -53,6 +53,7 @@ FLOORS = (
     "experts",
     "presets",
     "foreign",
+    "megatron_flags",
     "unused_keys",
     "strict_yaml",
     "section",

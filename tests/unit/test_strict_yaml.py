@@ -126,3 +126,9 @@ def test_dump_reads_back(value: object) -> None:
     (entry,) = parse_value("k", text_of(value))  # type: ignore[arg-type]
     assert entry.value == value
     assert "\n" not in text_of(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("escape", ["\\UFFFFFFFF", "\\U00110000"])
+def test_an_escape_beyond_unicode(escape: str) -> None:
+    with pytest.raises(YamlError, match="an escape of a character that Unicode has not"):
+        parse_mapping(f'x: "{escape}"')
