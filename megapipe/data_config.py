@@ -80,10 +80,10 @@ class DataConfig(Section):
     """Weights of a mixture are raised to the power of 1 / temperature: above 1, small sources
     are taken more often."""
     subset: str | None = None
-    """Configuration name of a hub data set."""
+    """Configuration name of a hub data set, or of a folder that is read as one; files have none."""
     dataset_split: str | None = None
     """Split of a data set on the hub or saved by `datasets`; default: train. Where it is given, any
-    folder is read as `datasets` reads one of the hub, with its splits."""
+    folder is read as `datasets` reads one of the hub, with its splits; a file has none."""
     text_field: str = "text"
     """Field that holds the text in JSONL, parquet and hub data sets."""
     tokenizer: str = "byte"

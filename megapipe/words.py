@@ -37,6 +37,15 @@ def printable(text: str) -> str:
     return text if text.isprintable() else json.dumps(text)
 
 
+def without_surrogates(text: str) -> str:
+    """Replace each lone surrogate, which JSON may spell and UTF-8 may not, by "?"."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
+
+
 def clipped(text: str) -> str:
     """The text on one line of at most 60 characters, without secrets."""
     text = without_secrets(printable(text))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import DataError
 from megapipe.evaluate.scoring import Row, Score, scores
@@ -82,8 +83,9 @@ class Choices:
         return asdict(self)
 
 
-def read_questions(path: Path) -> Iterator[Question]:
-    """The questions of a JSONL file: {"prompt" or "question", "choices", "answer"}.
+def read_questions(path: Path, count: RowCount) -> Iterator[Question]:
+    """Yield the questions of a JSONL file: {"prompt" or "question", "choices", "answer"}. Lone
+    surrogates are replaced, and counted in `count`.
 
     Raises DataError, with the line, for what is none.
     """
@@ -97,7 +99,12 @@ def read_questions(path: Path) -> Iterator[Question]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             empty = False
-            yield _question(line, f"{path}: line {number}")
+            question = _question(line, f"{path}: line {number}")
+            yield replace(
+                question,
+                prompt=count.replace_surrogates(question.prompt),
+                choices=tuple(map(count.replace_surrogates, question.choices)),
+            )
     if empty:
         raise DataError(f"{path}: it has no questions")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapipe.data import corpus
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.given import is_given
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenFile
@@ -23,23 +24,26 @@ class Document:
     bytes: int
 
 
-def of_source(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Document]:
-    """The documents of ``data.source``: texts, or a token file, whose documents have the marks at
-    their ends that are in the file.
+def of_source(config: DataConfig, tokenizer: Tokenizer, count: RowCount) -> Iterator[Document]:
+    """Yield the documents of ``data.source``: texts, of which empty ones are left out and counted
+    in `count`, or a token file, whose documents have the marks at their ends that are in the file.
 
-    Raises DataError for what cannot be read.
+    Raises DataError for what cannot be read, and where there is no text.
     """
     if is_given(config.source):
         yield from _of_token_file(Path(config.source).expanduser(), tokenizer)
         return
     ids: list[int] = []
-    nbytes = 0
-    for piece in corpus.pieces(config):
+    nbytes = documents = 0
+    for piece in corpus.pieces(config, count):
         ids += map(int, tokenizer.encode(piece.text))
-        nbytes += len(piece.text.encode(errors="replace"))
-        if piece.ends:
+        nbytes += len(piece.text.encode())
+        if piece.ends and nbytes:
             yield Document(ids, nbytes)
+            documents += 1
             ids, nbytes = [], 0
+    if not documents:
+        raise count.no_text(config.source, config.text_field)
 
 
 def of_texts(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Document]:

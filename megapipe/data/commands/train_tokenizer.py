@@ -12,6 +12,7 @@ from pathlib import Path
 from megapipe.command_line import Parser
 from megapipe.data.commands.arguments import add_keys, data_config
 from megapipe.data.corpus import pieces
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare.copies import check_contents
 from megapipe.data.prepare.progress import Meter, meter
 from megapipe.data.remote import fetched
@@ -65,8 +66,9 @@ def run(given: argparse.Namespace) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    count = RowCount()
     with meter(f"reading {config.source}", given.max_bytes) as shown:
-        tokenizer.train_from_iterator(_texts(config, given.max_bytes, shown), trainer)
+        tokenizer.train_from_iterator(_texts(config, given.max_bytes, count, shown), trainer)
     learned = tokenizer.get_vocab_size()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
     try:
@@ -75,17 +77,19 @@ def run(given: argparse.Namespace) -> None:
         raise DataError(f"{given.output}: {error.strerror or error}") from error
     short = "" if learned == given.vocab_size else " (the corpus has no more than that to learn)"
     print(f"{given.output}: {learned:,} ids, end of documents {end}{short}")
+    for line in count.lines(config.source, config.text_field):
+        print(line)
 
 
-def _texts(config: DataConfig, most: int | None, shown: Meter) -> Iterator[str]:
-    """The texts of a corpus, up to so many bytes."""
+def _texts(config: DataConfig, most: int | None, count: RowCount, shown: Meter) -> Iterator[str]:
+    """Yield the texts of a corpus, up to so many bytes, and count its rows."""
     read = 0
-    for piece in pieces(config):
-        content = piece.text.encode("utf-8", "replace")
-        shown.advance(len(content), int(piece.ends))
-        yield content.decode()
-        read += len(content)
+    for piece in pieces(config, count):
+        nbytes = len(piece.text.encode())
+        shown.advance(nbytes, int(piece.ends))
+        yield piece.text
+        read += nbytes
         if most is not None and read >= most:
             return
     if not read:
-        raise DataError(f"corpus {config.source!r} is empty: there is no text to learn from")
+        raise count.no_text(config.source, config.text_field)

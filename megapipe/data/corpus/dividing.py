@@ -175,9 +175,11 @@ def parts(config: DataConfig, rows: Rows | None = None) -> Iterator[Part]:
     """
     rows = TextRows(config.text_field) if rows is None else rows
     if files.is_standard_library(config.source):
+        files.check_splits(config, [])
         yield from _grouped(files.standard_library(), PART, skip_other_encodings=True)
         return
     found, count = files.local(config.source), RowCount()
+    files.check_splits(config, found)
     if found is None or (config.dataset_split and not _is_saved(found)):
         yield from _of_stream(tables.of_data_set(config, rows, count), rows, count)
     elif _is_saved(found):
@@ -199,10 +201,13 @@ def parts(config: DataConfig, rows: Rows | None = None) -> Iterator[Part]:
         yield from _grouped(waiting, size)
 
 
-def pieces(config: DataConfig) -> Iterator[Piece]:
-    """The whole corpus, read in this process. Raises as reading its parts does."""
+def pieces(config: DataConfig, count: RowCount | None = None) -> Iterator[Piece]:
+    """Yield the whole corpus, read in this process, and add its rows to `count`. Lone surrogates
+    are replaced. Raises as reading its parts does."""
+    count = count or RowCount()
     for part in parts(config):
-        yield from part.pieces(RowCount())
+        for piece in part.pieces(count):
+            yield piece._replace(text=count.replace_surrogates(piece.text))
 
 
 def total_bytes(config: DataConfig) -> int | None:

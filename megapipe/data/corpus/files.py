@@ -77,6 +77,27 @@ def local(source: str) -> list[Path] | None:
         raise DataError(f"corpus {source!r}: no such file or folder (from {Path.cwd()})") from None
 
 
+def check_splits(config: DataConfig, found: list[Path] | None) -> None:
+    """Raise DataError for keys that only a data set has a use for, with a corpus that is none.
+
+    `found` is what :func:`local` has found.
+    """
+    if found is None:
+        return
+    folder = found[0] if len(found) == 1 and found[0].is_dir() else None
+    saved = folder is not None and is_saved_data_set(folder)
+    if config.dataset_split and folder is None:
+        raise DataError(
+            f"corpus {config.source!r}: data.dataset_split={config.dataset_split} is for a data "
+            "set or a folder of one, and this is a file: expected no data.dataset_split"
+        )
+    if config.subset and (saved or not config.dataset_split):
+        raise DataError(
+            f"corpus {config.source!r}: data.subset={config.subset} is for a data set of the hub, "
+            "or for a folder with data.dataset_split: expected no data.subset"
+        )
+
+
 def _checked(path: Path, source: str) -> Path:
     try:
         mode = path.stat().st_mode

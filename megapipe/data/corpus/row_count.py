@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from megapipe.words import counted
+from megapipe.errors import DataError
+from megapipe.words import counted, without_surrogates
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -36,12 +37,10 @@ class RowCount:
 
     def replace_surrogates(self, text: str) -> str:
         """Replace and count lone surrogates."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
+        whole = without_surrogates(text)
+        if whole is not text:
             self.lone_surrogates += len(_SURROGATE.findall(text))
-            return text.encode("utf-8", "replace").decode()
-        return text
+        return whole
 
     def lines(self, source: str, field: str) -> Iterator[str]:
         """Yield a line for the user on each kind of loss.
@@ -50,17 +49,37 @@ class RowCount:
             source: ``data.source``.
             field: ``data.text_field``.
         """
-        for count, what in (
-            (self.lacking, f"no field {field!r}"),
-            (self.empty, f"no text in field {field!r}"),
-        ):
-            if count:
-                yield (
-                    f"{count:,} of {self.rows:,} rows of {source} {'is' if count == 1 else 'are'} "
-                    f"left out: {what} (data.text_field)"
-                )
+        for count, what in self._left_out(field):
+            yield (
+                f"{count:,} of {self.rows:,} rows of {source} {'is' if count == 1 else 'are'} "
+                f"left out: {what} (data.text_field)"
+            )
         if self.lone_surrogates:
             yield (
                 f"{counted(self.lone_surrogates, 'lone surrogate')} in {source} (such as \\ud83d "
                 "without its other half): each is read as ?"
             )
+
+    def no_text(self, source: str, field: str) -> DataError:
+        """Return the error for a corpus without any text, of which these are the rows.
+
+        Args:
+            source: ``data.source``.
+            field: ``data.text_field``.
+        """
+        reasons = [
+            f"{count:,} of {self.rows:,} rows {'has' if count == 1 else 'have'} {what}"
+            for count, what in self._left_out(field)
+        ]
+        if not reasons:
+            return DataError(f"corpus {source!r} is empty: there is no text in it")
+        return DataError(f"corpus {source!r} has no text: {', '.join(reasons)} (data.text_field)")
+
+    def _left_out(self, field: str) -> Iterator[tuple[int, str]]:
+        """Yield how many rows are left out for a reason, and the reason, where there are any."""
+        for count, what in (
+            (self.lacking, f"no field {field!r}"),
+            (self.empty, f"no text in field {field!r}"),
+        ):
+            if count:
+                yield count, what

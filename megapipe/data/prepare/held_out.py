@@ -133,7 +133,7 @@ def _divide_document(
     config, tokenizer = parts.config, parts.tokenizer
     length = sum(len(piece.text) for piece in pieces(config))
     if not length:
-        raise parts.is_empty()
+        raise rows.no_text(config.source, config.text_field)
     if length == 1 and config.validation_fraction:
         raise DataError(f"corpus {config.source!r} has a single character: nothing to hold out")
     cut = length

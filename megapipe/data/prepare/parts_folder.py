@@ -74,14 +74,11 @@ class PartsFolder:
                 number = encode_all(found, self.tokenizer, self.folder, self.config.workers, step)
             if not documents:
                 self.remove()
-                raise self.is_empty()
+                raise rows.no_text(self.config.source, self.config.text_field)
         finally:
             with contextlib.suppress(OSError):  # there are parts in it
                 self.folder.rmdir()
         return Whole(number, documents, text_bytes, unigram_entropy(counts), rows)
-
-    def is_empty(self) -> DataError:
-        return DataError(f"corpus {self.config.source!r} is empty: there is no text in it")
 
     def has_changed(self) -> DataError:
         return DataError(

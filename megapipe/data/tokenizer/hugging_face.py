@@ -13,6 +13,7 @@ import numpy as np
 
 from megapipe.data.tokenizer.interface import Chat, Placed, TokenIds
 from megapipe.errors import DataError
+from megapipe.words import without_surrogates
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 """Names of end marks; the first in the vocabulary is taken where a tokenizer declares no eos_token
@@ -65,13 +66,14 @@ class FastTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        whole = list(map(without_surrogates, texts))
+        encoded = self.backend.encode_batch_fast(whole, add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int32) for one in encoded]
 
     def encode_rendered(self, text: str) -> Placed:
         self.backend.encode_special_tokens = False
         try:
-            encoded = self.backend.encode(text, add_special_tokens=False)
+            encoded = self.backend.encode(without_surrogates(text), add_special_tokens=False)
         finally:
             self.backend.encode_special_tokens = True
         starts, stops = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
@@ -110,7 +112,7 @@ class SlowTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         encoded = self.tokenizer(
-            list(texts),
+            list(map(without_surrogates, texts)),
             add_special_tokens=False,
             split_special_tokens=True,
             return_attention_mask=False,

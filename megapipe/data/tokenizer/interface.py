@@ -47,7 +47,7 @@ class Encoder(Protocol):
         """Hex digest of all that decides which ids a text gets."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Ids of each text [n]; may use several threads."""
+        """Ids of each text [n]; may use several threads. A lone surrogate is read as "?"."""
 
 
 class Tokenizer(Encoder, Protocol):

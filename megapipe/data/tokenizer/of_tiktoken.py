@@ -8,7 +8,7 @@ import numpy as np
 
 from megapipe.data.tokenizer.interface import Chat, Placed, TokenIds
 from megapipe.errors import DataError
-from megapipe.words import one_line
+from megapipe.words import one_line, without_surrogates
 
 PREFIX = "tiktoken:"
 
@@ -33,14 +33,16 @@ class TiktokenTokenizer:
         self.digest = ranks.hexdigest()
 
     def encode(self, text: str) -> TokenIds:
-        found: TokenIds = self.encoding.encode_to_numpy(text, disallowed_special=())
+        found: TokenIds = self.encoding.encode_to_numpy(
+            without_surrogates(text), disallowed_special=()
+        )
         return found.astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
 
     def encode_rendered(self, text: str) -> Placed:
-        ids = self.encoding.encode(text, allowed_special="all")
+        ids = self.encoding.encode(without_surrogates(text), allowed_special="all")
         _, offsets = self.encoding.decode_with_offsets(ids)
         starts = np.array(offsets, np.int64)
         stops = np.append(starts[1:], len(text))[: len(starts)]

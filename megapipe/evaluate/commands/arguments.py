@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from typing import Any
 
+from megapipe import heartbeat
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
 
@@ -23,6 +25,13 @@ def batch_of(given: argparse.Namespace) -> int:
     if given.batch < 1:
         raise ConfigError(f"--batch {given.batch}: expected at least 1")
     return int(given.batch)
+
+
+def tell_rows(given: argparse.Namespace, lines: Iterable[str]) -> None:
+    """Tell what of the rows of a file was left out or replaced, on the first rank."""
+    if given.mesh.rank == 0:
+        for line in lines:
+            heartbeat.say(line)
 
 
 def show(given: argparse.Namespace, line: str, found: dict[str, Any]) -> None:

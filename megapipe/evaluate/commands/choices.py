@@ -16,7 +16,8 @@ import argparse
 from pathlib import Path
 
 from megapipe.command_line import Parser
-from megapipe.evaluate.commands.arguments import add_common, batch_of, show
+from megapipe.data.corpus.row_count import RowCount
+from megapipe.evaluate.commands.arguments import add_common, batch_of, show, tell_rows
 from megapipe.inference.arguments import add_model, model_of
 
 PURPOSE = "multiple choice from JSONL, by log-likelihood"
@@ -41,7 +42,8 @@ def run(given: argparse.Namespace) -> None:
     from megapipe.evaluate.choices import answer, read_questions
 
     batch = batch_of(given)
-    questions = list(read_questions(given.data))
+    count = RowCount()
+    questions = list(read_questions(given.data, count))
     found = answer(
         model_of(given),
         questions,
@@ -49,4 +51,5 @@ def run(given: argparse.Namespace) -> None:
         truncate=given.truncate,
         batch=batch,
     )
+    tell_rows(given, count.lines(given.data, ""))
     show(given, found.describe(), found.as_json())

@@ -14,9 +14,10 @@ import argparse
 from collections.abc import Iterable
 
 from megapipe.command_line import Parser
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
-from megapipe.evaluate.commands.arguments import add_common, batch_of, show
+from megapipe.evaluate.commands.arguments import add_common, batch_of, show, tell_rows
 from megapipe.inference.arguments import add_model, model_of
 
 PURPOSE = "perplexity and bits per byte of texts or a token file"
@@ -61,15 +62,17 @@ def run(given: argparse.Namespace) -> None:
     context, tokenizer = model.source.context, model.source.tokenizer
     if given.stride is not None and not 1 <= given.stride <= context:
         raise ConfigError(f"--stride {given.stride}: expected 1 to {context}, the context")
+    count = RowCount()
     documents: Iterable[Document]
     if given.text is not None:
         documents = of_texts(given.text, tokenizer)
     else:
         config = DataConfig(source=given.data, text_field=given.text_field)
-        documents = of_source(config, tokenizer)
+        documents = of_source(config, tokenizer, count)
     if given.joined:
         documents = joined(documents, tokenizer.eod)
     found = measure(
         model, documents, stride=given.stride, unconditioned=not given.no_start, batch=batch
     )
+    tell_rows(given, count.lines(given.data, given.text_field))
     show(given, found.describe(), found.as_json())

@@ -142,6 +142,28 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("owner/name", "no split 'dev'.* it has: train, test$", dataset_split="dev")
 
 
+def test_keys_of_data_sets_beside_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing asks the hub, and no key is passed over."""
+
+    def no_hub(*given: Any, **settings: Any) -> Any:
+        raise AssertionError("the hub is asked")
+
+    monkeypatch.setattr(tables_module, "check_reachable", no_hub)
+    monkeypatch.setattr(datasets, "load_dataset", no_hub)
+    (tmp_path / "folder").mkdir()
+    write_jsonl(tmp_path / "folder/a.jsonl", rows())
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
+    for source in ("folder/a.jsonl", "folder/*.jsonl", "f*"):
+        if source != "f*":
+            assert read(tmp_path / source) == TEXTS
+            words = "data.dataset_split=train is for a data set or a folder of one"
+            refused(tmp_path / source, words, dataset_split="train")
+        refused(tmp_path / source, "data.subset=en is for a data set of the hub", subset="en")
+    refused(tmp_path / "saved", "data.subset=en", subset="en", dataset_split="train")
+    refused("stdlib", "data.dataset_split=train is for a data set", dataset_split="train")
+    refused("stdlib", "data.subset=en is for a data set", subset="en")
+
+
 @pytest.mark.parametrize(
     "source", ["/no/such/corpus", "./corpora/x", "x.jsonl", "corpora/x.TXT", "a/b/c", "two words"]
 )
@@ -151,9 +173,9 @@ def test_missing(source: str) -> None:
         identity(DataConfig(source=source))
 
 
-def is_empty(source: Path, or_else: str = "$^") -> None:
+def is_empty(source: Path, words: str = "is empty: there is no text in it") -> None:
     cache = source.parent / "cache"
-    with pytest.raises(DataError, match=f"is empty: there is no text in it|{or_else}"):
+    with pytest.raises(DataError, match=words):
         prepare(DataConfig(source=str(source), cache=str(cache)), ByteTokenizer())
     assert list(cache.iterdir()) == []
 
@@ -172,10 +194,12 @@ def test_empty_corpora(tmp_path: Path) -> None:
     pq.write_table(table(["", None]), tmp_path / "blank.parquet")
     pq.write_table(table([None, None], kind=pa.null()), tmp_path / "null.parquet")
     (tmp_path / "folder").mkdir()
-    for name in ("none.parquet", "blank.parquet", "null.parquet", "folder"):
+    for name in ("none.parquet", "folder"):
         is_empty(tmp_path / name)
+    for name in ("blank.parquet", "null.parquet"):
+        is_empty(tmp_path / name, "has no text: 2 of 2 rows have no text in field 'text'")
     datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "saved"))
-    is_empty(tmp_path / "saved", "cannot be read ")  # by later versions of `datasets`
+    is_empty(tmp_path / "saved", "is empty|cannot be read ")  # by later versions of `datasets`
 
 
 def test_no_such_field(tmp_path: Path) -> None:

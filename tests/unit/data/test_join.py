@@ -166,7 +166,7 @@ MISTAKES = [
     (
         ["tokenizer", "--source", "empty.txt", "--vocab-size", "300", "--output", "t"],
         3,
-        "is empty: there is no text to learn from",
+        "is empty: there is no text",
     ),
     (
         [

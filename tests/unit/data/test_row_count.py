@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -93,6 +95,40 @@ def test_the_command_reports_it(given: list[str], capsys: pytest.CaptureFixture[
     write_thousand()
     assert prepare_data(["--source", "rows.jsonl", *given]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == LINES
+
+
+def test_the_training_of_a_tokenizer_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
+    write_thousand()
+    given = ["tokenizer", "--source", "rows.jsonl", "--vocab-size", "300", "--output", "made"]
+    assert prepare_data(given) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == LINES
+
+
+@pytest.mark.parametrize(
+    ("rows", "reasons"),
+    [
+        ([{"text": None}] * 3, "3 of 3 rows have no text in field 'text'"),
+        (
+            [{"text": ""}, OTHER, {"text": None}],
+            "1 of 3 rows has no field 'text', 2 of 3 rows have no text in field 'text'",
+        ),
+    ],
+)
+def test_rows_without_any_text_are_counted(
+    rows: list[Any], reasons: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("rows.jsonl").write_bytes(lines(rows))
+    Path("rows.json").write_text(json.dumps(rows))
+    pq.write_table(pa.table({"text": [row.get("text") for row in rows]}), "rows.parquet")
+    for source in ("rows.jsonl", "rows.json"):
+        no = f"corpus '{source}' has no text: {reasons} (data.text_field)"
+        with pytest.raises(DataError, match=f"^{re.escape(no)}$"):
+            counted(source)
+        given = ["tokenizer", "--source", source, "--vocab-size", "300", "--output", "made"]
+        assert prepare_data(given) == 3
+        assert capsys.readouterr().err == f"megapipe: error: {no}\n"
+    with pytest.raises(DataError, match="has no text: 3 of 3 rows have no text in field 'text'"):
+        counted("rows.parquet")
 
 
 def test_a_corpus_without_it_is_refused() -> None:

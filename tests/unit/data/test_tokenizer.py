@@ -28,6 +28,19 @@ def test_bytes_decode_what_a_model_may_say() -> None:
     assert tokenizer.decode(tokenizer.encode("a\udcffb").tolist()) == "a?b"
 
 
+def test_a_lone_surrogate_is_read_as_a_question_mark(bpe_file: Path) -> None:
+    """As of bytes."""
+    fast = load_tokenizer(str(bpe_file))
+    text, plain = "a \ud83d b \ude42\udcff", "a ? b ??"
+    for tokenizer in (ByteTokenizer(), fast, of_transformers(ByT5Tokenizer(), "byt5")):
+        assert tokenizer.encode(text).tolist() == tokenizer.encode(plain).tolist()
+        if tokenizer is not fast:
+            continue
+        placed, of_plain = fast.encode_rendered(text), fast.encode_rendered(plain)
+        for found, expected in zip(placed, of_plain, strict=True):
+            assert found.tolist() == expected.tolist()
+
+
 def test_file_and_folder_and_folder_without_config(bpe_file: Path, tmp_path: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_file=str(bpe_file), eos_token="<|endoftext|>"

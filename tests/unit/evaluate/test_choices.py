@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import DataError
 from megapipe.evaluate.choices import Question, Share, answer, pair, read_questions, row_of
@@ -126,7 +127,7 @@ def test_a_row_that_is_no_question_is_named(row: object, words: str, tmp_path: P
     text = row if isinstance(row, str) else json.dumps(row)
     file.write_text(f"{json.dumps(GOOD)}\n{text}\n")
     with pytest.raises(DataError) as error:
-        list(read_questions(file))
+        list(read_questions(file, RowCount()))
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -134,10 +135,10 @@ def test_a_row_that_is_no_question_is_named(row: object, words: str, tmp_path: P
 def test_files_of_questions(tmp_path: Path) -> None:
     file = tmp_path / "q.jsonl"
     file.write_text('{"question": "é\u2028", "choices": ["a", "b"], "answer": 0}\n\n')
-    (question,) = read_questions(file)
+    (question,) = read_questions(file, RowCount())
     assert (question.prompt, question.answer) == ("é\u2028", 0)
     file.write_text("\n")
     with pytest.raises(DataError, match="it has no questions"):
-        list(read_questions(file))
+        list(read_questions(file, RowCount()))
     with pytest.raises(DataError, match="No such file"):
-        list(read_questions(tmp_path / "missing"))
+        list(read_questions(tmp_path / "missing", RowCount()))

@@ -79,6 +79,45 @@ def test_a_result_is_a_line_or_an_object(folder: Path, capsys: pytest.CaptureFix
     )
 
 
+def test_rows_and_surrogates_are_told_beside_the_result(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With a tokenizer that takes no lone surrogate."""
+    monkeypatch.chdir(tmp_path)
+    run = str(folder / "runs/chat")
+    rows = [{"text": "a \ud83d\ude42\ud83d"}, {"text": None}, {"text": ""}, {"body": 1}]
+    question = {"prompt": "a \ud83d", "choices": ["b", "\ude42"], "answer": 0}
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    Path("questions.jsonl").write_text(json.dumps(question))
+    surrogates = "(such as \\ud83d without its other half): each is read as ?"
+    assert main(["perplexity", run, "--data", "rows.jsonl", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["documents"] == 1
+    assert told.err.splitlines() == [
+        "megapipe: 1 of 4 rows of rows.jsonl is left out: no field 'text' (data.text_field)",
+        f"megapipe: 2 of 4 rows of rows.jsonl are left out: no text in {FIELD}",
+        f"megapipe: 1 lone surrogate in rows.jsonl {surrogates}",
+    ]
+    assert main(["choices", run, "--data", "questions.jsonl"]) == 0
+    told = capsys.readouterr()
+    assert told.err == f"megapipe: 2 lone surrogates in questions.jsonl {surrogates}\n"
+    assert main(["perplexity", run, "--text", "a \udcff"]) == 0
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[1:]))
+    capsys.readouterr()
+    assert main(["perplexity", run, "--data", "rows.jsonl"]) == 3
+    assert capsys.readouterr().err == f"megapipe: error: {NO_TEXT}\n"
+
+
+FIELD = "field 'text' (data.text_field)"
+NO_TEXT = (
+    "corpus 'rows.jsonl' has no text: 1 of 3 rows has no field 'text', 2 of 3 rows have no text in "
+    f"{FIELD}"
+)
+
+
 def test_the_harness_results_are_lines() -> None:
     metrics = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.25, "em,strict": 1.0}
     assert lines_of({"a": {**metrics, "em_stderr,strict": "N/A"}}) == [

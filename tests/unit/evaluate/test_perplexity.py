@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.convert import export
+from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.data_config import DataConfig
@@ -83,7 +84,7 @@ def test_an_id_of_a_token_file_that_the_tokenizer_lacks_is_named_with_its_place(
         writer.add(np.array([5, 299]))
     message = r"token id 299 at position 1 of .*t\.bin is outside the vocabulary \(0 to 256\)"
     with pytest.raises(DataError, match=message):
-        list(of_source(DataConfig(source=str(tmp_path / "t")), BYTES))
+        list(of_source(DataConfig(source=str(tmp_path / "t")), BYTES, RowCount()))
 
 
 def test_documents_of_a_token_file_are_scored_with_their_end_marks(
@@ -94,7 +95,7 @@ def test_documents_of_a_token_file_are_scored_with_their_end_marks(
         for ids in documents:
             writer.write(np.array(ids, np.int64))
             writer.close_sequences(np.array([len(ids)], np.int32), np.array([1]))
-    given = list(of_source(DataConfig(source=str(tmp_path / "t")), BYTES))
+    given = list(of_source(DataConfig(source=str(tmp_path / "t")), BYTES, RowCount()))
     assert given == [Document(ids, n) for ids, n in zip(documents, (9, 2, 0), strict=True)]
     found = measure(small, given)
     assert (found.tokens, found.bytes, found.documents) == (13, 11, 3)
@@ -104,7 +105,8 @@ def test_documents_of_a_token_file_are_scored_with_their_end_marks(
 
 def test_files_of_texts_are_documents(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"t": "one"}\n{"t": "two é"}\n')
-    given = of_source(DataConfig(source=str(tmp_path / "a.jsonl"), text_field="t"), BYTES)
+    config = DataConfig(source=str(tmp_path / "a.jsonl"), text_field="t")
+    given = of_source(config, BYTES, RowCount())
     assert [(bytes(d.ids).decode(), d.bytes) for d in given] == [("one", 3), ("two é", 6)]
 
 
