@@ -130,7 +130,7 @@ class TokenDataset:
         self.sequence_length = sequence_length
         labels = len(self.span) - 1
         self._samples = -(-labels // sequence_length) if keep_last else labels // sequence_length
-        if self._samples == 0:
+        if self._samples <= 0:  # -1 of no tokens
             needed = 2 if keep_last else sequence_length + 1
             where = "" if span is None else f" from position {span.start} to {span.stop}"
             raise TooShort(

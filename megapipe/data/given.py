@@ -20,6 +20,7 @@ from megapipe.data.tokens.format import bin_of, idx_of, without_suffix
 from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.paths import exists, is_file, user_path
+from megapipe.words import counted
 
 TEXT_KEYS = ("subset", "dataset_split", "text_field")
 """Keys of ``data`` that only texts have a use for."""
@@ -100,11 +101,13 @@ def _split(file: TokenFile, weights: str) -> dict[Split, Stream]:
     given = [float(weight) for weight in weights.split(",")] + [0.0, 0.0]
     parts = {}
     for split, some, weight in zip(SPLITS, split_ranges(weights, sequences), given, strict=False):
-        if some:
-            parts[split] = Stream.of(file, some)
+        stream = Stream.of(file, some)
+        if stream.positions:
+            parts[split] = stream
         elif weight or split == "train":
+            left = "nothing but empty documents" if some else "nothing"
             raise DataError(
-                f"data.split={weights} leaves nothing of the {sequences} sequences of {file.path} "
+                f"data.split={weights} leaves {left} of the {sequences} sequences of {file.path} "
                 f"{_PURPOSE[split]}"
             )
     return parts
@@ -115,7 +118,7 @@ def _divided(file: TokenFile, config: DataConfig) -> dict[Split, Stream]:
     if not config.validation_fraction:
         return {"train": Stream(file, sequences, range(total))}
     if total < 2:
-        raise DataError(f"{file.path} has {total} tokens: nothing to hold out")
+        raise DataError(f"{file.path} has {counted(total, 'token')}: nothing to hold out")
     sequence, token = _cut(file, config.validation_fraction)
     cut = sequences.stop if sequence is None else sequence
     return {

@@ -166,11 +166,41 @@ def test_checksums_tell_files_apart_that_differ_between_the_places_looked_at(
         assert alike(summed["same"], summed[name]) == (name in ("same", "copy"))
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_nothing_to_hold_out(tmp_path: Path, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "words"), [(0, "0 tokens"), (1, "1 token")])
+def test_nothing_to_hold_out(tmp_path: Path, tokens: int, words: str) -> None:
     prefix = write(tmp_path / "x", [[1] * tokens])
-    with pytest.raises(DataError, match=rf"x\.bin has {tokens} tokens: nothing to hold out"):
+    with pytest.raises(DataError, match=rf"x\.bin has {words}: nothing to hold out"):
         given_tokens(config(prefix))
+
+
+def test_no_tokens_make_no_sample(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x", [[], []])
+    stream = part(given_tokens(config(prefix, 0)), "train")
+    for keep_last in (True, False):
+        with pytest.raises(DataError, match=r"x\.bin has 0 tokens"):
+            TokenDataset(stream.file, 4, stream.positions, keep_last=keep_last)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "split", "purpose"),
+    [
+        ([20, 20, 0, 0], "50,50,0", "to validate on: expected a larger second weight, or 0"),
+        ([0, 0, 20, 20], "50,50,0", "to train on: expected a larger first weight"),
+        ([20, 20, 20, 0], "50,25,25", "to test on: expected a larger third weight, or 0"),
+    ],
+)
+def test_a_split_that_leaves_empty_documents(
+    tmp_path: Path, lengths: list[int], split: str, purpose: str
+) -> None:
+    """Those that have a sequence of no tokens, as split_ranges counts sequences."""
+    prefix = tmp_path / "x"
+    with TokenWriter(prefix, token_type(257), 257) as writer:
+        for length in lengths:
+            writer.write(np.ones(length, np.int64))
+            writer.close_sequences(np.array([length], np.int32), np.array([1]))
+    said = rf"data.split={split} leaves nothing but empty documents of the 4 sequences of .*x.bin "
+    with pytest.raises(DataError, match=said + purpose):
+        given_tokens(config(prefix).model_copy(update={"split": split}))
 
 
 def test_floats_are_no_tokens(tmp_path: Path) -> None:
