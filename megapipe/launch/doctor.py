@@ -21,6 +21,7 @@ from megapipe.distributed.environment import ALLOCATOR, CONNECTIONS, LOADING, se
 from megapipe.errors import LaunchError
 from megapipe.launch.affinity import near
 from megapipe.launch.devices import Cuda, pci_address
+from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.open_files import USUAL
 
 OLDEST_TORCH = (2, 10)
@@ -64,6 +65,8 @@ def host(environ: Mapping[str, str]) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "any number of" if hard == resource.RLIM_INFINITY else max(hard - USUAL, 0)
     yield Finding("ok", "open files", f"{soft}, up to {hard}: room for {most} processes")
+    if (problem := loopback_problem()) is not None:
+        yield Finding("wrong", "loopback", problem)
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

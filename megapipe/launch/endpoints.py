@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+def is_host(text: str) -> bool:
+    """Whether a text has the form of a host's name or address."""
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
+
+
 class Endpoint(NamedTuple):
     """Where nodes may meet."""
 
@@ -20,7 +28,7 @@ class Endpoint(NamedTuple):
         made = []
         for part in text.split(","):
             host, _, port = part.strip().rpartition(":")
-            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            if not is_host(host) or not port.isdigit() or not 0 < int(port) < 65536:
                 raise ValueError(f"{part.strip()!r} is no HOST:PORT")
             made.append(Endpoint(host.strip("[]"), int(port)))
         return made

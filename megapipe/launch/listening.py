@@ -38,6 +38,15 @@ def at_home(address: str) -> str:
     return (_chosen() or address) if _only_here(address, place) else address
 
 
+def is_loopback(address: str) -> bool:
+    """Whether an address, or the one of a name, is of the loopback interface."""
+    try:
+        _, place = _resolved(address, 0)
+    except OSError:
+        return False
+    return ipaddress.ip_address(place[0]).is_loopback
+
+
 def listen(address: str, port: int, what: str, tell: Tell) -> socket.socket | None:
     """A socket that listens at `address` and no other one of this host; port 0: any that is free.
 

@@ -30,6 +30,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.errors import LaunchError
+from megapipe.launch.loopback import ADDRESS, loopback_problem
 
 GROUP_TIMEOUT_S = 600.0
 """How long ranks wait for each other in a collective."""
@@ -147,6 +148,8 @@ def run_ranks(
     timeout_s: float | None = None,
 ) -> list[Any]:
     """Do as :func:`spawn` does, in processes of `context`, within `timeout_s` seconds if given."""
+    if (problem := loopback_problem()) is not None:
+        raise LaunchError(problem)
     pipes: list[Any] = []
     processes: list[Any] = []
     store: Store | None = None
@@ -161,7 +164,7 @@ def run_ranks(
             pipes.append(ours)
             processes.append(process)
         # after the forks: a lock that the store's thread holds would never be free in a copy
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
         for pipe in pipes:
             with contextlib.suppress(OSError):  # a rank that is gone is told of below
                 pipe.send(store.port)
@@ -239,7 +242,7 @@ def _rank_main(
     try:
         if not pipe.poll(STORE_S):
             raise TimeoutError("the caller has started no store")
-        store = TCPStore("127.0.0.1", pipe.recv(), is_master=False)
+        store = TCPStore(ADDRESS, pipe.recv(), is_master=False)
         here = World(rank, ranks, store, group_timeout_s)
         here.restart()
         pipe.send_bytes(pickle.dumps((True, function(here, *args))))

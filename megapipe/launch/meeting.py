@@ -18,7 +18,8 @@ import errno
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store
@@ -32,8 +33,10 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from megapipe import heartbeat
 from megapipe.answers import Mute, within
+from megapipe.errors import LaunchError
 from megapipe.launch.endpoints import Endpoint, Nodes
 from megapipe.launch.listening import STORE, Tell, at_home, listen, listen_beside
+from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.stores import ANSWER_S, open_tcp_store
 from megapipe.words import counted
 
@@ -45,6 +48,8 @@ DEAD_S = 5.0
 """A node that has given no sign of life for so long is gone."""
 TURN_S = 5.0
 """How long the node of each endpoint leaves it to that of the one before to open the meeting."""
+LEAST_S = 0.05
+"""The shortest time that an attempt gets."""
 REACH_S = 2.0
 """How long it may take to connect to an endpoint."""
 JOIN_S = 600.0
@@ -121,6 +126,8 @@ class Meeting(RendezvousHandler):
         """Take part in the next round; returns its store, and this node's place among the nodes."""
         if self.nodes.most == 1:
             self.members, self.place = 1, 0
+            if (problem := loopback_problem()) is not None:
+                raise LaunchError(problem)
             here = Endpoint("localhost", 0)
             return _info(*_host_store(here, self._reach_s, self._doubt), 0, 1)
         while True:
@@ -167,50 +174,61 @@ class Meeting(RendezvousHandler):
 
     def _enter(self) -> Store:
         """A connection to the store of the meeting, which this node may open."""
-        began, asked = time.monotonic(), False
-        while (waited := time.monotonic() - began) < self._reach_s:
-            store = self._joined() or self._opened(waited)
+        began, told = time.monotonic(), False
+
+        def waited() -> float:
+            return time.monotonic() - began
+
+        def left() -> float:
+            return max(self._reach_s - waited(), LEAST_S)
+
+        while True:
+            unknown = self._unknown(left)
+            store = self._joined(unknown, left) or self._opened(unknown, waited())
             if store is not None:
                 return PrefixStore(f"megapipe/{self._job}", store)
-            unknown = [] if asked else self._unknown()
-            asked = True
-            if unknown:
+            if unknown and not told:
+                told = True
                 heartbeat.say(
                     f"this host knows no {' and no '.join(unknown)} (--rdzv-endpoint); looking for "
                     f"{self._reach_s:g} s, as names may come late"
                 )
-            time.sleep(LOOK_S)
-        unknown = self._unknown()
-        raise RendezvousConnectionError(
-            f"this host knows no {' and no '.join(unknown)}"
-            if unknown
-            else f"nobody answers there for {self._reach_s:g} s"
-        )
+            if waited() >= self._reach_s:
+                raise RendezvousConnectionError(
+                    f"this host knows no {' and no '.join(unknown)}"
+                    if unknown
+                    else f"no store answers there for {round(waited(), 1):g} s"
+                )
+            time.sleep(min(LOOK_S, left()))
 
-    def _unknown(self) -> list[str]:
-        """Names of hosts, among the endpoints, that have no address."""
+    def _unknown(self, left: Callable[[], float]) -> list[str]:
+        """Names of hosts, among the endpoints, that have no address within the time that is
+        left."""
         found = []
         for host in dict.fromkeys(endpoint.host for endpoint in self._endpoints):
             try:
-                socket.getaddrinfo(host, None)
-            except socket.gaierror:
+                within(left(), partial(socket.getaddrinfo, host, None))
+            except OSError:
                 found.append(host)
         return found
 
-    def _joined(self) -> Store | None:
-        """The store of a meeting that there is at one of the endpoints."""
+    def _joined(self, unknown: Container[str], left: Callable[[], float]) -> Store | None:
+        """The store of a meeting that there is at one of the endpoints, of those that are known;
+        each may take the time that is left."""
         for endpoint in self._endpoints:
+            if endpoint.host in unknown:
+                continue
             with contextlib.suppress(OSError, RuntimeError, ValueError):
                 place = at_home(endpoint.host), endpoint.port
-                socket.create_connection(place, timeout=REACH_S).close()
+                socket.create_connection(place, timeout=min(REACH_S, left())).close()
                 self._at = endpoint
-                return open_tcp_store(*place, ANSWER_S)
+                return open_tcp_store(*place, ANSWER_S, answer_s=min(ANSWER_S, left()))
         return None
 
-    def _opened(self, waited: float) -> Store | None:
+    def _opened(self, unknown: Container[str], waited: float) -> Store | None:
         """A store that this node hosts, if one of the endpoints is here and it is its turn."""
         for turn, endpoint in enumerate(self._endpoints):
-            if waited < turn * TURN_S or not _is_here(endpoint.host):
+            if waited < turn * TURN_S or endpoint.host in unknown or not _is_here(endpoint.host):
                 continue
             place = at_home(endpoint.host), endpoint.port
             try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megapipe.errors import LaunchError
+from megapipe.launch.endpoints import is_host
 
 OPTIONS = "MEGAPIPE_LAUNCH_OPTIONS"
 """Variable by which megapipe's launcher tells its ranks the options that it was given."""
@@ -101,12 +102,14 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
         )
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names is _TORCHRUN
     options = environ.get(OPTIONS) if hosted else None
+    address = _address(environ, names)
+    _check_address(address)
     return LaunchInfo(
         rank,
         world,
         local_rank,
         local_world,
-        _address(environ, names),
+        address,
         _port(environ),
         launched=True,
         hosted=hosted,
@@ -133,6 +136,7 @@ def likely_place(environ: Mapping[str, str]) -> LaunchInfo:
         local_rank = rank if address in ("127.0.0.1", "localhost") else 0
     port = 0
     with contextlib.suppress(LaunchError):
+        _check_address(address)
         if "MASTER_PORT" in environ or "SLURM_JOB_ID" in environ:
             port = _port(environ)
     world = max(whole(names.world) or 0, rank + 1, 2)
@@ -146,6 +150,14 @@ def _address(environ: Mapping[str, str], names: _Names) -> str:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         return first_host(nodes)
     return address or "127.0.0.1"
+
+
+def _check_address(address: str) -> None:
+    """Raise :class:`LaunchError` for what cannot be a host."""
+    if not is_host(address):
+        raise LaunchError(
+            f"environment variable MASTER_ADDR={address!r}: expected the name or address of a host"
+        )
 
 
 def _launcher(environ: Mapping[str, str]) -> _Names | None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 from megapipe import heartbeat
 from megapipe.answers import Mute
 from megapipe.errors import DataError, LaunchError
-from megapipe.launch.listening import STORE, at_home, listen
+from megapipe.launch.listening import STORE, Tell, at_home, is_loopback, listen
+from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.stores import open_tcp_store
 from megapipe.words import ranges
@@ -26,21 +27,26 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 VALUES = "values"
+LEAST_S = 0.05
+"""The shortest time that an attempt to connect gets."""
 
 
 class RendezvousError(LaunchError):
     """The processes cannot meet in the store."""
 
 
-def open_store(info: LaunchInfo, timeout_s: float) -> Store:
-    """Meet at the rendezvous store. Raises :class:`RendezvousError` naming host and port."""
+def open_store(info: LaunchInfo, timeout_s: float, tell: Tell = heartbeat.say) -> Store:
+    """Meet at the rendezvous store; `tell` is given lines for the user. Raises
+    :class:`RendezvousError` naming host and port."""
     import torch  # noqa: F401, before a part of it: another thread may be loading it
     from torch.distributed import HashStore, PrefixStore
 
     if info.world == 1:
         return PrefixStore("megapipe", HashStore())
+    if is_loopback(at_home(info.address)) and (problem := loopback_problem()) is not None:
+        raise RendezvousError(problem)
     try:
-        store = _tcp_store(info, timeout_s)
+        store = _tcp_store(info, timeout_s, tell)
     except (RuntimeError, OSError) as error:
         busy = "EADDRINUSE" in str(error) or getattr(error, "errno", 0) == errno.EADDRINUSE
         reason = "the port is in use; set MASTER_PORT to a free one" if busy else str(error)
@@ -57,20 +63,20 @@ def of_ranks(store: Store, attempt: str = "0") -> Store:
     return PrefixStore(f"megapipe/{attempt}", store)
 
 
-def _tcp_store(info: LaunchInfo, timeout_s: float) -> Store:
+def _tcp_store(info: LaunchInfo, timeout_s: float, tell: Tell) -> Store:
     """The store at address:port, hosted here or elsewhere."""
     listening = None
     if info.hosts:
-        _until_there(lambda: socket.getaddrinfo(info.address, info.port), timeout_s)
-        listening = listen(info.address, info.port, STORE, heartbeat.say)
+        _until_there(lambda _: socket.getaddrinfo(info.address, info.port), info, timeout_s, tell)
+        listening = listen(info.address, info.port, STORE, tell)
     else:
 
-        def connect() -> None:
+        def connect(left: float) -> None:
             place = (at_home(info.address), info.port)
-            socket.create_connection(place, timeout=timeout_s).close()
+            socket.create_connection(place, timeout=left).close()
 
         hint = "" if info.hosted else "; look whether rank 0 was started, and how it ended"
-        _until_there(connect, timeout_s, hint)
+        _until_there(connect, info, timeout_s, tell, hint)
     try:
         return open_tcp_store(
             at_home(info.address),
@@ -84,20 +90,34 @@ def _tcp_store(info: LaunchInfo, timeout_s: float) -> Store:
         raise Mute(f"{error}; set MASTER_PORT to another") from None
 
 
-def _until_there(look: Callable[[], object], timeout_s: float, hint: str = "") -> None:
-    """Call `look` until it raises no OSError: a host may get its name, and a port its listener,
-    while others wait for it. Raises TimeoutError, with a `hint` where nobody listens."""
-    deadline = time.monotonic() + timeout_s
+def _until_there(
+    look: Callable[[float], object],
+    info: LaunchInfo,
+    timeout_s: float,
+    tell: Tell,
+    hint: str = "",
+) -> None:
+    """Call `look` with the seconds that are left until it raises no OSError: a host may get its
+    name, and a port its listener, while others wait for it. The first process of a node tells of an
+    unknown name at once. Raises TimeoutError, with a `hint` where nobody listens."""
+    began, told = time.monotonic(), info.local_rank > 0
     while True:
         try:
-            look()
+            look(max(timeout_s - (time.monotonic() - began), LEAST_S))
         except OSError as error:
-            if time.monotonic() > deadline:
-                if isinstance(error, socket.gaierror):
+            is_unknown = isinstance(error, socket.gaierror)
+            if time.monotonic() - began > timeout_s:
+                if is_unknown:
                     hint = "; set MASTER_ADDR to the host of rank 0"
                 raise TimeoutError(
                     f"{error.strerror or error} for {timeout_s:.0f} s (parallel.timeout_s){hint}"
                 ) from None
+            if is_unknown and not told:
+                told = True
+                tell(
+                    f"this host knows no {info.address}, the host of rank 0 (MASTER_ADDR); looking "
+                    f"for {timeout_s:g} s (parallel.timeout_s), as names may come late"
+                )
             time.sleep(0.2)
         else:
             return
@@ -210,13 +230,18 @@ def start_process_group(store: Store, info: LaunchInfo, backend: str, timeout_s:
     """
     import torch.distributed as dist
 
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=info.rank,
-        world_size=info.world,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=info.rank,
+            world_size=info.world,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    except RuntimeError:  # gloo's, where the address of this host is that of loopback
+        if (problem := loopback_problem()) is not None:
+            raise LaunchError(problem) from None
+        raise
 
 
 def end_process_group() -> None:

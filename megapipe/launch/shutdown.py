@@ -325,7 +325,7 @@ def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) ->
         return error.exit_code  # rank 0 is asked too, or has an error that it says
     if not isinstance(error, RendezvousError):
         try:
-            store = open_store(info, PATIENCE_S)
+            store = open_store(info, PATIENCE_S, lambda line: None)
             if info.rank > 0:
                 with unless_within(PATIENCE_S + ANSWER_S, lambda: os._exit(error.exit_code)):
                     _hear_from_first(store)

@@ -6,7 +6,8 @@ import errno
 import socket
 import time
 
-from megapipe.launch.listening import at_home
+from megapipe.launch.listening import at_home, is_loopback
+from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.place import LaunchInfo
 
 DYING_S = 1.0
@@ -36,7 +37,10 @@ def is_speaker(info: LaunchInfo) -> bool:
 
 
 def _is_taken(info: LaunchInfo) -> bool:
-    """Whether a program on this host listens where the store should be, or would."""
+    """Whether a program on this host listens where the store should be, or would, or rank 0 is on
+    this host and has the same problem."""
+    if is_loopback(at_home(info.address)) and loopback_problem() is not None:
+        return info.rank > 0
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 ANSWER_S = 10.0
-"""How long the store may take to answer once its port takes connections."""
+"""How long the store may take to answer once its port takes connections, unless less is said."""
 
 
 def open_tcp_store(
@@ -23,13 +23,14 @@ def open_tcp_store(
     world: int | None = None,
     hosts: bool = False,
     listening: socket.socket | None = None,
+    answer_s: float | None = None,
 ) -> TCPStore:
     """The store at address:port; one that `hosts` runs it, on the socket `listening` if it is
     given, of which it takes possession.
 
-    `timeout_s` is that of later calls. torch's client would wait for ever for the answer of a port
-    that something else listens on. Raises :class:`Mute`, and what torch raises: RuntimeError,
-    ValueError.
+    `timeout_s` is that of later calls, `answer_s` how long the store may take to answer. torch's
+    client would wait for ever for the answer of a port that something else listens on. Raises
+    :class:`Mute`, and what torch raises: RuntimeError, ValueError.
     """
     from torch.distributed import TCPStore
 
@@ -45,6 +46,6 @@ def open_tcp_store(
         )
 
     try:
-        return within(ANSWER_S, connect)
+        return within(ANSWER_S if answer_s is None else answer_s, connect)
     except Mute:
         raise Mute("what listens there is no rendezvous store") from None

@@ -143,6 +143,7 @@ def test_the_place_under_srun_with_variables_of_mpi() -> None:
         ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_PROCID is not set.*RANK=0 WORLD_SIZE=1"),
         ({"PMIX_RANK": "0"}, "PMIX_RANK=0 is of a launcher.*set RANK, WORLD_SIZE"),
         ({"FLUX_TASK_RANK": "1"}, "FLUX_TASK_RANK=1 is of a launcher"),
+        ({**TORCHRUN, "MASTER_ADDR": "a..b"}, "MASTER_ADDR='a..b': expected the name or address"),
     ],
 )
 def test_a_process_of_several_that_cannot_tell_its_place(

@@ -10,7 +10,9 @@ def test_endpoints() -> None:
     assert Endpoint.read("a:1, [::1]:65535") == [Endpoint("a", 1), Endpoint("::1", 65535)]
 
 
-@pytest.mark.parametrize("text", ["", "node0", "node0:", ":1", "a:0", "a:65536", "a:b", "a:1,"])
+@pytest.mark.parametrize(
+    "text", ["", "node0", "node0:", ":1", "a:0", "a:65536", "a:b", "a:1,", "a..b:1"]
+)
 def test_what_is_none(text: str) -> None:
     with pytest.raises(ValueError, match="is no HOST:PORT"):
         Endpoint.read(text)

@@ -6,6 +6,7 @@ import errno
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -62,6 +63,28 @@ def test_a_store_is_not_seen_from_elsewhere() -> None:
     store.set("key", "value")
     with pytest.raises(RendezvousError, match="the port is in use; set MASTER_PORT to a free one"):
         open_store(info, 5.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_of_rank_0_that_nobody_knows_is_told_at_once(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one process of each node; and looked for, as names may come late."""
+
+    def ask(host: str, *given: object, **more: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    info = LaunchInfo(rank, 2, 0, 1, address="nowhere.invalid", launched=True)
+    for local_rank, told in ((0, 1), (1, 0)):
+        lines: list[str] = []
+        with pytest.raises(RendezvousError, match=r"Name or service not known for 0 s .*MASTER_A"):
+            open_store(replace(info, local_rank=local_rank), 0.3, lines.append)
+        said = (
+            "this host knows no nowhere.invalid, the host of rank 0 (MASTER_ADDR); looking for "
+            "0.3 s (parallel.timeout_s), as names may come late"
+        )
+        assert lines == [said] * told
 
 
 def test_where_the_address_says_nothing_all_interfaces_are_listened_on() -> None:
@@ -135,7 +158,7 @@ def test_a_launcher_tells_of_its_stores_once(
     meeting, other = (
         Meeting([endpoint], "job", Nodes(1, 2), reach_s=10, last_call_s=0) for _ in range(2)
     )
-    meeting._joined = lambda: None  # type: ignore[method-assign]
+    meeting._joined = lambda unknown, left: None  # type: ignore[method-assign]
     starts = [meeting.next_rendezvous() for _ in range(2)]
     places = [start.bootstrap_store_info for start in starts]
     ports = {endpoint.port, *(place.master_port for place in places if place is not None)}
@@ -144,7 +167,7 @@ def test_a_launcher_tells_of_its_stores_once(
     for port in ports:
         open_at = addresses(port)
         assert (open_at == {"0100007F"}) if interface else (open_at & EVERYWHERE)
-    other._opened = lambda waited: None  # type: ignore[method-assign]
+    other._opened = lambda unknown, waited: None  # type: ignore[method-assign]
     assert other._enter() is not None
     assert capsys.readouterr().err.count(f"megapipe: {NODE} is ") == 1
 
