@@ -50,7 +50,8 @@ PLACES = [
         {"MASTER_PORT": "70000"}),
     Bad("MASTER_ADDR is of nobody", "parallel.timeout_s=2", 4,
         ("rendezvous at nobody.invalid", "for 2 s", "set MASTER_ADDR to the host of rank 0"),
-        places={"MASTER_ADDR": "nobody.invalid", "LOCAL_RANK": "{rank}"}),
+        places={"MASTER_ADDR": "nobody.invalid", "LOCAL_RANK": "{rank}"},
+        late=True),  # a line at once says that the name is looked for
     place("half of SLURM's variables", ("one of 2 tasks of SLURM's", "SLURM_STEP_NUM_TASKS"),
         {**SLURM, "SLURM_STEP_NUM_TASKS": None}),
     place("SLURM_JOB_ID is a word", ("SLURM_JOB_ID='job': expected a number",),
