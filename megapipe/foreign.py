@@ -101,7 +101,7 @@ def _tables(text: str) -> dict[str, Any]:
 
 
 def _mapping(text: str) -> Any:
-    """The content of a JSON or YAML file, whatever it is; tags of YAML are left out."""
+    """Read a JSON or YAML file, whatever it holds; tags of YAML are left out."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -113,7 +113,7 @@ def _mapping(text: str) -> Any:
 
 
 def _dotted(content: Any) -> set[str]:
-    """The keys of two levels, by their dotted names."""
+    """Collect the keys of two levels, by their dotted names."""
     found = set()
     for key, value in content.items() if isinstance(content, dict) else ():
         found.add(f"{key}")

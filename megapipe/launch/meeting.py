@@ -202,8 +202,8 @@ class Meeting(RendezvousHandler):
             time.sleep(min(LOOK_S, left()))
 
     def _unknown(self, left: Callable[[], float]) -> list[str]:
-        """Names of hosts, among the endpoints, that have no address within the time that is
-        left."""
+        """Return the names of hosts, among the endpoints, that have no address within the time
+        that is left."""
         found = []
         for host in dict.fromkeys(endpoint.host for endpoint in self._endpoints):
             try:
@@ -213,8 +213,8 @@ class Meeting(RendezvousHandler):
         return found
 
     def _joined(self, unknown: Container[str], left: Callable[[], float]) -> Store | None:
-        """The store of a meeting that there is at one of the endpoints, of those that are known;
-        each may take the time that is left."""
+        """Connect to the store of a meeting at one of the endpoints that are known; each may take
+        the time that is left. None if there is no store."""
         for endpoint in self._endpoints:
             if endpoint.host in unknown:
                 continue
@@ -226,7 +226,7 @@ class Meeting(RendezvousHandler):
         return None
 
     def _opened(self, unknown: Container[str], waited: float) -> Store | None:
-        """A store that this node hosts, if one of the endpoints is here and it is its turn."""
+        """Host a store if one of the endpoints is here and it is its turn; else None."""
         for turn, endpoint in enumerate(self._endpoints):
             if waited < turn * TURN_S or endpoint.host in unknown or not _is_here(endpoint.host):
                 continue
