@@ -430,7 +430,7 @@ class TrainStep:
         return found
 
     def load(self, path: Path | str) -> None:
-        """Take over the state of a checkpoint of any layout, at whose step :attr:`position` is then.
+        """Take over the state of a checkpoint of any layout; :attr:`position` then has its step.
 
         `path` is its folder, or a folder of checkpoints, for the newest. All call it. Raises
         :class:`CheckpointError` on all if it is damaged, or of another model."""
