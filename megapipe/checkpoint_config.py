@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megapipe.paths import UserPath
 from megapipe.section import Expected, Section
 
 
@@ -46,7 +47,7 @@ class CheckpointConfig(Section):
     the run folder, where all are kept; 0: none. Each is made of a checkpoint, which is saved for
     it; rank 0 writes it while the others wait, which may take no longer than
     `parallel.timeout_s`."""
-    load: str | None = None
+    load: UserPath | None = None
     """Start from this if the run has no checkpoint itself, or weights alone, in any layout: a
     checkpoint folder, a run folder (its newest intact checkpoint), a folder of Hugging Face's, the
     URL of a checkpoint or of a run's on object storage, or `latest`: the run in `run.folder`, or in

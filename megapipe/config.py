@@ -17,7 +17,7 @@ from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.numbers_config import NumbersConfig
 from megapipe.parallel_config import ParallelConfig
-from megapipe.paths import LATEST
+from megapipe.paths import LATEST, UserPath
 from megapipe.pipeline_config import PipelineConfig
 from megapipe.section import Expected, Section
 from megapipe.update_rules import RULES
@@ -51,7 +51,7 @@ class RunConfig(Section):
     ] = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Name of the run; its folder is `folder`/`name`, and `folder`/latest a link to the run that
     was started last."""
-    folder: str = "runs"
+    folder: UserPath = "runs"
     """Folder that holds the runs."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Seed of initial weights, data order and dropout."""
@@ -234,7 +234,7 @@ class OptimizerConfig(Section):
     """Where optimizer state and master weights of a type of their own are: with the weights, in
     host memory, or in a memory-mapped file. A GPU's host memory is pinned, which torch does in
     powers of two: up to twice what the plan says."""
-    offload_folder: str | None = None
+    offload_folder: UserPath | None = None
     """offload disk: folder of the files, best on a disk of the node's own; default: the run
     folder. The files have no name and vanish with the process."""
     window_mib: float = Field(64.0, ge=8)

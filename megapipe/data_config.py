@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from megapipe.paths import UserPath
 from megapipe.section import Expected, Section
 
 ONLY = ""
@@ -106,7 +107,7 @@ class DataConfig(Section):
         dict[str, str], Expected("sources by names of your own, as in data.test.wiki=texts")
     ] = Field(default_factory=dict)
     """Sources whose loss is computed once, when the run has ended: data.test.NAME=SOURCE."""
-    cache: str = "cache"
+    cache: UserPath = "cache"
     """Folder for tokenized corpora."""
     workers: int | None = Field(None, ge=1)
     """Processes that tokenize; default: as many as there are cores. The result does not depend on

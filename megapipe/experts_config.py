@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megapipe.paths import UserPath
 from megapipe.section import Expected, Section
 
 
@@ -62,7 +63,7 @@ class ExpertsConfig(Section):
     rows on a rank gets smallest (FlexMoE, Nie et al., 2304.03946). migrate: experts change the
     ranks that own them, to those of a `pool` by which this number gets smallest, where an expert
     that moves counts as the rows whose time it takes (SmartMoE, Zhai et al., 2023)."""
-    pool: str | None = None
+    pool: UserPath | None = None
     """File with the owners that `policy` migrate chooses among, beside those that there are:
     what ``experts.py plan -o`` makes of the log of an earlier run, for the same `parallel.ep`."""
     slots: int = Field(0, ge=0)

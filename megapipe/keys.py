@@ -6,7 +6,7 @@ All of it is read off the models in :mod:`megapipe.config`.
 from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher, get_close_matches
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -184,6 +184,8 @@ def _alternatives(annotation: Any) -> list[str]:
         return [f"one of {', '.join(options)}" if len(options) > 1 else options[0]]
     if get_origin(annotation) is list:
         return [f"a list, each item {_alternatives(get_args(annotation)[0])[0]}"]
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
     if get_args(annotation):
         return [word for part in get_args(annotation) for word in _alternatives(part)]
     names = {

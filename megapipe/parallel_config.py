@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megapipe.paths import UserPath
 from megapipe.section import Expected, Section
 
 
@@ -28,7 +29,7 @@ class OtherLayout(Section):
     """As `context.ulysses`."""
     chunks: int | None = Field(None, ge=1)
     """As `pipeline.chunks`."""
-    schedule: str | None = None
+    schedule: UserPath | None = None
     """As `pipeline.schedule`."""
     microbatch: int | None = Field(None, ge=1)
     """As `train.microbatch`."""

@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megapipe.paths import UserPath
 from megapipe.section import Expected, Section
 
 
 class PipelineConfig(Section):
     """How the layers become stages, and the order in which the stages work."""
 
-    schedule: str = "1f1b"
+    schedule: UserPath = "1f1b"
     """Name of a registered schedule (`scripts/schedule.py list` shows them), a function of your
     own as `module:function`, or a file of operations that ends in `.csv`; auto: measure the first
     steps, search for what they cost, and go on with what was found."""

@@ -5,6 +5,7 @@ import re
 import sys
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -401,3 +402,19 @@ def test_dump_reads_back(
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
     path.write_text(cli.dump(config), encoding="utf-8")
     assert cli.parse([str(path)]).config == config
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("run.folder", "data.cache", "checkpoint.load", "optimizer.offload_folder"),
+        *("experts.pool", "pipeline.schedule", "parallel.layouts.half.schedule"),
+    ],
+)
+def test_a_path_may_begin_with_the_home_folder(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for text, path in (("~/x", "/home/me/x"), ("x~/y", "x~/y")):
+        config: Any = cli.parse([f"{key}={text}"]).config
+        for name in key.split("."):
+            config = config[name] if isinstance(config, dict) else getattr(config, name)
+        assert config == path
