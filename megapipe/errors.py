@@ -23,6 +23,8 @@ code  meaning
 ====  ====================================================================
 """
 
+import errno
+
 from megapipe.words import without_secrets
 
 
@@ -99,3 +101,11 @@ class Preempted(MegapipeError):
     """A signal or a callback asked the job to stop; what there was to save is saved."""
 
     exit_code = 75
+
+
+def not_written(what: str, error: OSError) -> MegapipeError:
+    """The error of a folder that a run cannot write to: StorageError where its disk is full or
+    fails, else ConfigError, as another folder has to be named. `what` says so with the key."""
+    fails = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    kind = StorageError if fails else ConfigError
+    return kind(f"{what}: {error.strerror}")

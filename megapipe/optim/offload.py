@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megapipe.errors import ConfigError
+from megapipe.errors import not_written
 
 StateDevice = Literal["device", "host", "disk"]
 Narrow = Callable[[str, Tensor, Tensor, int], None]
@@ -39,10 +39,8 @@ class MappedFile:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 self.memory = mmap.mmap(file.fileno(), nbytes)
         except OSError as error:
-            raise ConfigError(
-                f"optimizer.offload=disk: cannot make a file of {nbytes:,} bytes in {folder}: "
-                f"{error.strerror}; see optimizer.offload_folder"
-            ) from None
+            what = f"a file of {nbytes:,} bytes in {folder} (optimizer.offload_folder)"
+            raise not_written(f"optimizer.offload=disk: cannot make {what}", error) from None
 
     def release(self, start: int, stop: int) -> None:
         """Let go of the memory behind bytes [start, stop); the file keeps them."""

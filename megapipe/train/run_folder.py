@@ -23,7 +23,7 @@ from megapipe.cli import dump, flatten
 from megapipe.config import Config
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.errors import ConfigError, MegapipeError
+from megapipe.errors import ConfigError, MegapipeError, not_written
 from megapipe.observe.observer import Observer, build_sinks
 from megapipe.observe.provenance import provenance, start_mark
 from megapipe.paths import LATEST
@@ -148,7 +148,7 @@ def _take(folder: RunFolder) -> None:
         cleared = clear_leftovers(folder.checkpoints)
     except OSError as problem:
         folder.release()
-        raise ConfigError(f"run.folder: cannot write to {path}: {problem.strerror}") from None
+        raise not_written(f"run.folder: cannot write to {path}", problem) from None
     except MegapipeError:
         folder.release()
         raise
@@ -206,7 +206,7 @@ def open_reports(folder: Path, config: Config, resumed_at: int | None) -> Observ
 
     `resumed_at` is the step of the run's own checkpoint from which it goes on, if it does: then the
     files of earlier starts stay, and the log goes on. To be called on rank 0. Raises
-    :class:`ConfigError`.
+    :class:`ConfigError`, or StorageError where the disk is full.
     """
     mark = "" if resumed_at is None else start_mark(folder, resumed_at)
     try:
@@ -217,7 +217,7 @@ def open_reports(folder: Path, config: Config, resumed_at: int | None) -> Observ
         text = json.dumps(origin, indent=2) + "\n"
         write_beneath(folder, f"provenance{mark}.json", text)
     except OSError as error:
-        raise ConfigError(f"run.folder: cannot write to {folder}: {error.strerror}") from None
+        raise not_written(f"run.folder: cannot write to {folder}", error) from None
     return build_sinks(config, folder, flatten(config))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megapipe.data.batch import Batches
 from megapipe.distributed.agreement import all_or_none
-from megapipe.errors import ConfigError
+from megapipe.errors import MegapipeError, not_written
 from megapipe.observe.samples import SampleWriter, Taken, new_start
 from megapipe.train.callbacks.callback import Callback, Run, Step
 
@@ -23,7 +23,7 @@ class SampleLog(Callback):
         self._writer: SampleWriter | None = None
 
     def begin(self, run: Run) -> None:
-        """Raises :class:`ConfigError` on all ranks if a file cannot be made on one."""
+        """Raises :class:`MegapipeError` on all ranks if a file cannot be made on one."""
         self._open(run, run.first_step)
 
     def after_rewind(self, run: Run, step: int) -> None:
@@ -33,7 +33,8 @@ class SampleLog(Callback):
 
     def _open(self, run: Run, after: int) -> None:
         """Begin files for what comes after step `after`, with what is left out of it."""
-        start, error = "", None
+        start = ""
+        error: MegapipeError | None = None
         try:
             if run.mesh.rank == 0:
                 start = str(new_start(run.folder, after))
@@ -52,7 +53,7 @@ class SampleLog(Callback):
         all_or_none(run.mesh, error)
 
     def after_step(self, run: Run, step: Step) -> None:
-        """Raises :class:`ConfigError` if the file takes no line."""
+        """Raises :class:`MegapipeError` if the file takes no line."""
         if self._writer is None:
             return
         taken = self._taken(run.train_step.samples_read)
@@ -75,5 +76,5 @@ class SampleLog(Callback):
             self._writer.close()
 
 
-def _cannot_write(run: Run, problem: OSError) -> ConfigError:
-    return ConfigError(f"log.samples: cannot write to {run.folder}: {problem.strerror}")
+def _cannot_write(run: Run, problem: OSError) -> MegapipeError:
+    return not_written(f"log.samples: cannot write to {run.folder}", problem)

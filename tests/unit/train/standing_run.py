@@ -30,7 +30,7 @@ class Mesh:
     def __init__(self, rank: int) -> None:
         self.rank, self.world = rank, 2
         self.device = torch.device("cpu")
-        self.pp = self.dp = self.tp = Axis.alone(rank)
+        self.pp = self.dp = self.tp = self.cp = Axis.alone(rank)
         self.journal = Journal()
         self.barriers = 0
 

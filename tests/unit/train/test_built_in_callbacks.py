@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from megapipe.data.build import HeldOutBatches
-from megapipe.errors import ConfigError
+from megapipe.errors import StorageError
 from megapipe.observe import samples
 from megapipe.observe.record import ValidationRecord
 from megapipe.observe.summary import read_summary
@@ -312,5 +312,5 @@ def test_samples_that_cannot_be_written_are_one_line(
     assert samples.read_samples(tmp_path).steps[5][0].number == 1
     monkeypatch.setattr(log._writer, "_file", File())
     words = f"log.samples: cannot write to {tmp_path}: No space left on device"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(StorageError, match=words):
         log.after_step(run, turn(6))

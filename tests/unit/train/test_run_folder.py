@@ -16,7 +16,7 @@ from megapipe import heartbeat
 from megapipe.checkpoint.run_lock import OWNER
 from megapipe.cli import parse
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, MegapipeError
 from megapipe.train import run_folder
 from tests.unit.train.standing_run import Mesh
 
@@ -32,6 +32,27 @@ def test_a_folder_in_the_place_of_a_file(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"run.folder: .*{name} is a folder: expected a file"):
         take(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, 5), (errno.EDQUOT, 5), (errno.EIO, 5), (errno.EROFS, 2)]
+)
+def test_a_disk_that_is_full_or_fails_is_no_mistake_in_the_configuration(
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for module, name in ((run_folder, "RunLock"), (run_folder, "write_beneath")):
+        monkeypatch.setattr(module, name, fail)
+    told = f"run.folder: cannot write to {tmp_path}: {os.strerror(number)}"
+    for attempt in (
+        lambda: take(tmp_path),
+        lambda: run_folder.open_reports(tmp_path, parse([]).config, None),
+    ):
+        with pytest.raises(MegapipeError) as caught:
+            attempt()
+        assert (str(caught.value), caught.value.exit_code) == (told, code)
 
 
 def test_a_run_that_was_there_before(tmp_path: Path) -> None:
