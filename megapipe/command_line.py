@@ -7,7 +7,9 @@ import copy
 import gc
 import io
 import os
+import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TextIO
@@ -24,12 +26,52 @@ INTERRUPTED = 130
 Commands = argparse._SubParsersAction  # the only name that argparse has for it
 
 
+_UNBROKEN = re.compile(r"""(?:-\S+ (?=[^-]))?(?:"[^"]*"|'[^']*'|\S)+""")
+"""A word of a command, with quotes as one and an option with its value."""
+_LINE = re.compile(r"\s|examples?:")
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs to the width of the terminal. Lines that are indented or begin with
+    "example:" stay lines: those that are wider are commands, and go on behind a backslash."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        paragraph: list[str] = []
+        for line in (*text.strip().splitlines(), ""):
+            if line.strip() and _LINE.match(line) is None:
+                paragraph.append(line)
+                continue
+            lines += textwrap.wrap(
+                " ".join(paragraph), width, break_long_words=False, break_on_hyphens=False
+            )
+            paragraph = []
+            lines += _continued(line, width)
+        return "\n".join(f"{indent}{line}" for line in lines).rstrip()
+
+
+def _continued(line: str, width: int) -> list[str]:
+    """The lines of a command, of at most `width` columns unless a single word is longer."""
+    if len(line) <= width:
+        return [line]
+    inside = len(line) - len(line.removeprefix("example:").lstrip())
+    first, *words = _UNBROKEN.findall(line[inside:])
+    lines = [line[:inside] + first]
+    for word in words:
+        if len(lines[-1]) + len(word) + len("  \\") > width:
+            lines[-1] += " \\"
+            lines.append(" " * (inside + 4) + word)
+        else:
+            lines[-1] += f" {word}"
+    return lines
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that raises ConfigError where argparse would exit. Its command has names and keys
     before, between and after options."""
 
     def __init__(self, **given: Any) -> None:
-        super().__init__(**given, allow_abbrev=False)
+        super().__init__(**{"formatter_class": HelpFormatter, **given}, allow_abbrev=False)
         self._parses = False
         self.add_argument(
             TRACEBACK,
@@ -77,11 +119,16 @@ def parser_of(commands: Mapping[str, CommandModule], *, description: str, epilog
             name,
             help=module.PURPOSE,
             description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add(command)
         command.set_defaults(run=module.run)
     return top
+
+
+def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, Parser]:
+    """The parsers of a parser's commands, by their names."""
+    found = [action.choices for action in parser._actions if isinstance(action, Commands)]
+    return found[0] if found else {}
 
 
 @contextlib.contextmanager

@@ -40,12 +40,17 @@ ZSH = "autoload -U compinit bashcompinit && compinit && bashcompinit\n"
 """zsh runs functions that are written for bash."""
 
 
+def parser() -> Parser:
+    """The parser of the command."""
+    top = Parser(description="Completion of commands, presets and keys: source what it prints.")
+    top.add_argument("shell", choices=("bash", "zsh"))
+    top.set_defaults(run=_show)
+    return top
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the script of the shell that `argv` names; returns the exit code."""
-    parser = Parser(description="Completion of commands, presets and keys: source what it prints.")
-    parser.add_argument("shell", choices=("bash", "zsh"))
-    parser.set_defaults(run=_show)
-    return run_command(parser, argv)
+    return run_command(parser(), argv)
 
 
 def script(shell: str, commands: Sequence[str]) -> str:

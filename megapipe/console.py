@@ -22,7 +22,7 @@ COMMANDS = {
     "context": ("megapipe.plan.commands", "attention over split positions: costs, drawings"),
     "experts": (
         "megapipe.plan.expert_commands",
-        "layers with experts: exchanges, choices of a run, and ranks for them",
+        "layers with experts: exchanges, choices, ranks for them",
     ),
     "prepare-data": ("megapipe.data.commands", "texts to token files, and token files to others"),
     "convert": ("megapipe.convert.commands", "models to Hugging Face's form and back"),
@@ -66,8 +66,9 @@ def usage() -> str:
             "",
             *(f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()),
             "",
-            "megapipe COMMAND --help tells what a command takes; megapipe --version which this is.",
-            "Several processes: megapipe launch --nproc 8 -m megapipe train quickstart",
+            "megapipe COMMAND --help tells what a command takes, megapipe --version which",
+            "megapipe this is. Several processes:",
+            "  megapipe launch --nproc 8 -m megapipe train quickstart",
             "",
         ]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import textwrap
 from difflib import get_close_matches
@@ -15,7 +16,7 @@ from megapipe.errors import ConfigError, MegapipeError
 from megapipe.keys import KEYS, MAPPINGS, SECTIONS, expected, unknown
 from megapipe.section import documentation
 from megapipe.strict_yaml import text_of
-from megapipe.words import clipped, columns
+from megapipe.words import clipped
 
 ARGUMENTS = (
     "[CONFIG] [section.key=value ...] [--dry-run [--imbalance X] | --time-slices] [--traceback] "
@@ -121,12 +122,12 @@ def _default(info: FieldInfo) -> str:
 
 
 def _wrapped(text: str, indent: str, further: str | None = None) -> list[str]:
-    """Lines of at most 96 columns, or as many as the terminal has; `further` begins those after the
-    first, by default as `indent` does."""
+    """Lines of at most 96 columns, or as many as the terminal has, or 80 without one; `further`
+    begins those after the first, by default as `indent` does."""
     below = indent if further is None else further
     return textwrap.wrap(
         text,
-        min(96, columns()),
+        min(96, shutil.get_terminal_size().columns),
         initial_indent=indent,
         subsequent_indent=below,
         break_on_hyphens=False,

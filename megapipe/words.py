@@ -1,6 +1,7 @@
 """Numbers in sentences, errors in a line, and what is left out of them."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -65,7 +66,7 @@ def plural(noun: str, number: int) -> str:
 
 
 ANY_WIDTH = 10_000
-"""Columns of what is no terminal."""
+"""Columns of what is no terminal, unless the variable COLUMNS says how many."""
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -74,8 +75,9 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def columns() -> int:
-    """Columns of the terminal that stdout is."""
-    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else ANY_WIDTH
+    """Columns of the terminal that stdout is, or as many as the variable COLUMNS says."""
+    asked = os.environ.get("COLUMNS", "").isdecimal()
+    return shutil.get_terminal_size().columns if asked or is_terminal(sys.stdout) else ANY_WIDTH
 
 
 def folded(text: str) -> str:
@@ -100,6 +102,11 @@ def folded(text: str) -> str:
     return "\n".join(lines)
 
 
+def print_folded(*lines: str) -> None:
+    """Print lines, :func:`folded` to the terminal."""
+    print(folded("\n".join(lines)), flush=True)
+
+
 def table(rows: Sequence[Sequence[str]], *, left: int) -> str:
     """Cells in columns, the first so many of them aligned to the left and the others to the right.
 
@@ -118,7 +125,7 @@ def table(rows: Sequence[Sequence[str]], *, left: int) -> str:
     ]
     if shown < len(widths):
         left_out = ", ".join(filter(None, rows[0][shown:]))
-        lines.append(f"no room for: {left_out} (a wider terminal or a pipe shows them)")
+        lines.append(folded(f"no room for: {left_out} (a wider terminal or a pipe shows them)"))
     return "\n".join(lines)
 
 

@@ -37,11 +37,7 @@ examples:
 
 def parser() -> Parser:
     """The parser of the command."""
-    top = Parser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    top = Parser(description=DESCRIPTION, epilog=EXAMPLES)
     add_model(top)
     what = top.add_argument_group("what to continue (default: an empty document)")
     what.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")

@@ -23,6 +23,7 @@ from megapipe.launch.affinity import near
 from megapipe.launch.devices import Cuda, pci_address
 from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.open_files import USUAL
+from megapipe.words import print_folded
 
 OLDEST_TORCH = (2, 10)
 PACKAGES = ("numpy", "transformers", "tokenizers", "datasets", "safetensors", "wandb")
@@ -124,21 +125,26 @@ def _version(package: str) -> str | None:
         return None
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print what there is; returns the exit code, 4 if something is wrong."""
-    parser = Parser(
+def parser() -> Parser:
+    """The parser of the command."""
+    top = Parser(
         description="Describe what this machine gives a run: versions, devices, limits.",
         epilog="Exit code 4 where something is wrong.",
     )
-    parser.add_argument(
+    top.add_argument(
         "--spin",
         action="store_true",
         help="on a GPU: which calls wait for a kernel that spins, as a posted receive does, and "
         "what such kernels cost a matrix product, with the environment variables that a run sets; "
         "takes a minute",
     )
-    parser.set_defaults(run=_look)
-    return run_command(parser, argv)
+    top.set_defaults(run=_look)
+    return top
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what there is; returns the exit code, 4 if something is wrong."""
+    return run_command(parser(), argv)
 
 
 def _look(given: argparse.Namespace) -> None:
@@ -149,7 +155,7 @@ def _look(given: argparse.Namespace) -> None:
     wrong = False
     for look in looks:
         for state, what, text in look():
-            print(f"{state:5}  {what:11}  {text}", flush=True)
+            print_folded(f"{state:5}  {what:11}  {text}")
             wrong |= state == "wrong"
     if given.spin:
         from megapipe.launch import spin

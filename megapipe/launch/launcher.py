@@ -346,65 +346,72 @@ def _say_killed(rank: int, number: signal.Signals) -> None:
     say(LaunchError(f"rank {rank} was killed by {number.name}{hint}"))
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parser() -> argparse.ArgumentParser:
+    """The parser of the launcher's own options."""
     own = sys.argv[0]  # as a console command: megapipe launch
-    parser = argparse.ArgumentParser(
+    top = argparse.ArgumentParser(
         prog=own if own.startswith("megapipe ") else "python -m megapipe.launch",
         description="Starts the processes of a job on this node and hands on their exit code.",
-        usage="%(prog)s [options] PROGRAM.py [arguments]   (or: -m MODULE [arguments])",
+        usage="%(prog)s [options] PROGRAM.py [arguments]\n"
+        "       %(prog)s [options] -m MODULE [arguments]",
         allow_abbrev=False,
     )
-    parser.add_argument(
+    top.add_argument(
         "--nproc", "--nproc-per-node", type=int, metavar="N",
         help="processes on this node; default: its number of GPUs, or 1",
     )  # fmt: skip
-    parser.add_argument(
+    top.add_argument(
         "--nnodes", type=_value(Nodes.read, "N or MIN:MAX"), default=ONE_NODE, metavar="N",
         help="nodes (default 1); MIN:MAX: start and go on with as many as there are of them",
     )  # fmt: skip
-    parser.add_argument(
+    top.add_argument(
         "--rdzv-endpoint", type=_value(Endpoint.read, "HOST:PORT"), default=[],
         metavar="HOST:PORT[,HOST:PORT]", dest="endpoints",
         help="where the nodes meet, on one of them; needed with several. With endpoints on several "
         "of them, the first that can be had: the job survives the loss of the others",
     )  # fmt: skip
-    parser.add_argument(
+    top.add_argument(
         "--rdzv-id", metavar="ID", help="name of the job on all nodes; needed with several"
     )
-    parser.add_argument(
+    top.add_argument(
         "--restarts", type=int, metavar="N",
         help="start a run again that a fault has ended, from its newest checkpoint: so many times "
         "without coming further; after two faults at the same step from an older one. Default 0, "
         f"as most first errors are mistakes; {ELASTIC_RESTARTS} with --nnodes MIN:MAX",
     )  # fmt: skip
-    options, command = _split(argv)
-    parser.add_argument(
+    top.add_argument(
         "--rdzv-timeout", type=int, default=RDZV_TIMEOUT_S, metavar="SECONDS",
         help=f"how long to look for the node at --rdzv-endpoint (default {RDZV_TIMEOUT_S})",
     )  # fmt: skip
-    parser.add_argument(
+    top.add_argument(
         "--rdzv-last-call", type=int, default=LAST_CALL_S, metavar="SECONDS",
         help="how long to wait for more nodes when MIN have come and another one has not "
         f"(default {LAST_CALL_S})",
     )  # fmt: skip
-    parser.add_argument(
+    top.add_argument(
         "--verdict", type=Path, metavar="FILE",
         help="write the exit code there, if it is not 0 and no launcher of the job has written its "
         "own: what the first one to end says of the job (a scheduler ends the others)",
     )  # fmt: skip
-    arguments = parser.parse_args(options)
+    return top
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    options, command = _split(argv)
+    own = parser()
+    arguments = own.parse_args(options)
     if not command:
-        parser.error("no program: expected train.py or another")
+        own.error("no program: expected train.py or another")
     nodes = arguments.nnodes
     numbers = (arguments.rdzv_timeout, arguments.rdzv_last_call, arguments.nproc)
     if any(number is not None and number < 1 for number in numbers):
-        parser.error("--nproc, --rdzv-timeout and --rdzv-last-call: expected a number >= 1")
+        own.error("--nproc, --rdzv-timeout and --rdzv-last-call: expected a number >= 1")
     if arguments.restarts is None:
         arguments.restarts = ELASTIC_RESTARTS if nodes.elastic else 0
     if arguments.restarts < nodes.elastic:
-        parser.error(f"--restarts: expected a number >= {int(nodes.elastic)}")
+        own.error(f"--restarts: expected a number >= {int(nodes.elastic)}")
     if nodes.most > 1 and not (arguments.endpoints and arguments.rdzv_id):
-        parser.error("several nodes need --rdzv-endpoint HOST:PORT and --rdzv-id ID to meet")
+        own.error("several nodes need --rdzv-endpoint HOST:PORT and --rdzv-id ID to meet")
     return arguments, command
 
 

@@ -140,12 +140,17 @@ def _further(train: TrainConfig, reached: int) -> Iterator[str]:
         yield "train.stop_after=null"
 
 
+def parser() -> Parser:
+    """The parser of the command."""
+    top = Parser(description="How a finished run went.")
+    top.add_argument("folder", type=Path, help="of the run")
+    top.set_defaults(run=_show)
+    return top
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the summary of the run folder that `argv` names; returns the exit code."""
-    parser = Parser(description="How a finished run went.")
-    parser.add_argument("folder", type=Path, help="of the run")
-    parser.set_defaults(run=_show)
-    return run_command(parser, argv)
+    return run_command(parser(), argv)
 
 
 def _show(given: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ from megapipe.schedule.render import text as draw
 from megapipe.schedule.streams.ledger import staleness
 from megapipe.schedule.streams.stream import Stream, moved_back, predictions_kept, versions_kept
 from megapipe.schedule.timing.simulate import Timeline
-from megapipe.words import counted
+from megapipe.words import columns, counted
 
 
 def report(config: Config, layout: Layout, imbalance: Fraction | None = None) -> str:
@@ -381,7 +381,7 @@ def _schedule_lines(
     copies = max(weight_copies(schedule))
     if copies > 1 and not layout.in_process:
         lines.append(f"weights held {copies} times")
-    return [*lines, draw(timeline)]
+    return [*lines, draw(timeline, width=min(100, columns()))]
 
 
 def _stream_lines(stream: Stream, schedule: Schedule) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megapipe.words import folded, table
+from megapipe.words import ANY_WIDTH, columns, folded, table
 
 
 @pytest.fixture
@@ -28,11 +28,20 @@ def test_a_table_leaves_out_the_columns_that_a_terminal_has_no_room_for(
     whole = table(ROWS, left=1)
     assert whole.splitlines()[1] == "zb_v       2      25.5     4"
     terminal(27)
-    *lines, last = table(ROWS, left=1).splitlines()
-    assert lines == [line[:22] for line in whole.splitlines()]
-    assert last.startswith("no room for: held (")
+    lines = table(ROWS, left=1).splitlines()
+    assert lines[:3] == [line[:22] for line in whole.splitlines()]
+    assert lines[3].startswith("no room for: held (")
+    assert all(len(line) <= 27 for line in lines[3:])
     terminal(3)
     assert table(ROWS, left=1).splitlines()[:3] == ["", "zb_v", "gems"]
+
+
+def test_a_pipe_has_any_width_unless_it_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in ("", "wide"):
+        monkeypatch.setenv("COLUMNS", asked)
+        assert columns() == ANY_WIDTH
+    monkeypatch.setenv("COLUMNS", "70")
+    assert columns() == 70
 
 
 def test_lines_that_are_too_wide_go_on_behind_their_label(

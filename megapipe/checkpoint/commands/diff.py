@@ -19,6 +19,7 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.shard import bytes_of
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError, ConfigError
+from megapipe.words import print_folded
 
 PURPOSE = "compare two checkpoints"
 _ABSENT = "(absent)"
@@ -38,7 +39,7 @@ def add(parser: Parser) -> None:
 def run(given: argparse.Namespace) -> None:
     first, second = (find_checkpoint(path, verify=False) for path in (given.first, given.second))
     a, b = first.manifest, second.manifest
-    print(f"A: {first.path}, step {a.step:,}\nB: {second.path}, step {b.step:,}")
+    print_folded(f"A: {first.path}, step {a.step:,}", f"B: {second.path}, step {b.step:,}")
     for what, theirs, others in (
         ("layout", a.layout, b.layout),
         ("config", a.config, b.config),
@@ -46,7 +47,7 @@ def run(given: argparse.Namespace) -> None:
         ("digest", a.digests, b.digests),
     ):
         for key, one, other in _unequal(theirs, others):
-            print(f"{what} {key}: {one} | {other}")
+            print_folded(f"{what} {key}: {one} | {other}")
     names = sorted(n for n in a.entries.keys() | b.entries.keys() if fnmatchcase(n, given.only))
     if not names:
         raise ConfigError(f"--only {given.only}: neither has a tensor of that name")
@@ -54,7 +55,7 @@ def run(given: argparse.Namespace) -> None:
     for name in names:
         if (found := _difference(first, second, name)) is not None:
             differing += 1
-            print(f"{name}: {found}", flush=True)
+            print_folded(f"{name}: {found}")
     print(f"{len(names) - differing:,} of {len(names):,} tensors are the same bits")
     if given.equal and differing:
         raise CheckpointError(f"{first.path} and {second.path} differ in {differing:,} tensors")

@@ -15,7 +15,7 @@ from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
-from megapipe.words import counted
+from megapipe.words import counted, print_folded
 
 PURPOSE = "what is in a checkpoint"
 
@@ -46,19 +46,19 @@ def run(given: argparse.Namespace) -> None:
 
 def _summary(checkpoint: Checkpoint) -> None:
     manifest = checkpoint.manifest
-    print(f"{checkpoint.path}: step {manifest.step:,} of run {manifest.run_id}")
-    print(f"written {written(checkpoint.path)} by {layout_of(checkpoint)}")
+    print_folded(f"{checkpoint.path}: step {manifest.step:,} of run {manifest.run_id}")
+    print_folded(f"written {written(checkpoint.path)} by {layout_of(checkpoint)}")
     for key, value in manifest.coordinates.items():
-        print(f"{key}: {json.dumps(value)}")
+        print_folded(f"{key}: {json.dumps(value)}")
     for key, digest in manifest.digests.items():
-        print(f"{key}: SHA-256 {digest}")
+        print_folded(f"{key}: SHA-256 {digest}")
     kinds: dict[tuple[str, str], list[int]] = defaultdict(list)
     for name, entry in manifest.entries.items():
         kinds[name.split("/")[0], entry.dtype].append(prod(entry.shape))
     for (kind, dtype), sizes in sorted(kinds.items()):
-        print(f"{kind}: {counted(len(sizes), 'tensor')}, {sum(sizes):,} values in {dtype}")
+        print_folded(f"{kind}: {counted(len(sizes), 'tensor')}, {sum(sizes):,} values in {dtype}")
     nbytes = sum(record.bytes for record in manifest.files.values())
-    print(f"{counted(len(manifest.files), 'file')}, {size_of(nbytes)}")
+    print_folded(f"{counted(len(manifest.files), 'file')}, {size_of(nbytes)}")
 
 
 def _tensors(checkpoint: Checkpoint, pattern: str) -> None:
@@ -77,4 +77,4 @@ def _tensors(checkpoint: Checkpoint, pattern: str) -> None:
             line += f": {finite.min().item():.6g} to {finite.max().item():.6g}, rms {rms:.6g}"
         if odd := values.numel() - finite.numel():
             line += f", {odd:,} not finite"
-        print(line, flush=True)
+        print_folded(line)

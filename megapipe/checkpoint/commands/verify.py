@@ -11,7 +11,7 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError
-from megapipe.words import counted
+from megapipe.words import counted, print_folded
 
 PURPOSE = "read all of checkpoints and compare checksums"
 
@@ -28,10 +28,10 @@ def run(given: argparse.Namespace) -> None:
     bad = 0
     for folder in folders:
         try:
-            print(f"{folder}: {_read(folder, values=given.values)}", flush=True)
+            print_folded(f"{folder}: {_read(folder, values=given.values)}")
         except CheckpointError as error:
             bad += 1
-            print(f"{folder}: DAMAGED: {error}", flush=True)
+            print_folded(f"{folder}: DAMAGED: {error}")
     if bad:
         raise CheckpointError(f"{bad} of {counted(len(folders), 'checkpoint')} cannot be used")
 

@@ -8,6 +8,7 @@ from math import isfinite
 from megapipe.command_line import Parser
 from megapipe.convert.pickles import TRUST, TRUST_MEANS
 from megapipe.errors import ConfigError
+from megapipe.model.gpt.hf.table import TABLE
 
 GB = 10**9
 
@@ -25,6 +26,16 @@ def add_shard_gb(parser: Parser, default: float, also: str = "") -> None:
         default=default,
         metavar="GB",
         help=f"most GB (10^9 bytes) in a file{also} (default: %(default)s)",
+    )
+
+
+def add_model_type(parser: Parser) -> None:
+    """Add the option for the class as which a model is written."""
+    parser.add_argument(
+        "--model-type",
+        choices=list(TABLE),
+        metavar="TYPE",
+        help=f"{', '.join(TABLE)} (default: the first that can express the model)",
     )
 
 

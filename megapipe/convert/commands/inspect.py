@@ -32,6 +32,7 @@ from megapipe.convert.megatron.layout import is_megatron
 from megapipe.convert.source import CONFIG
 from megapipe.convert.tensor_files import TensorFiles
 from megapipe.errors import ConfigError
+from megapipe.words import print_folded
 
 PURPOSE = "what is in a folder of a model, or in a checkpoint"
 
@@ -67,7 +68,7 @@ def _folder(path: Path, config: bool) -> None:
         folder = HuggingFaceFolder.open(path)
     except ConfigError:  # it may be of interest all the same
         if not config:
-            print(*lines_of_files(TensorFiles.open(path)), sep="\n")
+            print_folded(*lines_of_files(TensorFiles.open(path)))
         raise
     name = str(path.absolute()) if has_tokenizer(path) else None
     text = as_configuration(folder.model, tokenizer=name, load=path.absolute())
@@ -91,7 +92,7 @@ def _dcp(path: Path, config: bool, *, trust: bool) -> None:
         source = open_dcp(path, trust=trust)
     except ConfigError:  # it may be of interest all the same
         if not config:
-            print(*lines_of_files(DcpFiles.open(path, trust=trust)), sep="\n")
+            print_folded(*lines_of_files(DcpFiles.open(path, trust=trust)))
         raise
     lines = lines_of_source(source, "torch.distributed.checkpoint")
     _show(lines, as_configuration(source.model), config)
@@ -109,5 +110,5 @@ def _checkpoint(checkpoint: Checkpoint, config: bool) -> None:
 
 def _show(lines: Iterable[str], text: str, config: bool) -> None:
     if not config:
-        print(*lines, sep="\n")
+        print_folded(*lines)
     print(text, end="")

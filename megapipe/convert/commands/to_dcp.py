@@ -12,9 +12,8 @@ from typing import get_args
 from megapipe.checkpoint.commands.arguments import place
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.command_line import Parser
-from megapipe.convert.commands.arguments import be_quiet, tell
+from megapipe.convert.commands.arguments import add_model_type, be_quiet, tell
 from megapipe.dtypes import Dtype
-from megapipe.model.gpt.hf.table import TABLE
 
 PURPOSE = "a checkpoint to a folder of torch.distributed.checkpoint"
 
@@ -34,9 +33,7 @@ def add(parser: Parser) -> None:
         choices=get_args(Dtype),
         help="type of the weights (default: the model's; master weights are in fp32)",
     )
-    parser.add_argument(
-        "--model-type", choices=list(TABLE), help="class (default: the first that can express it)"
-    )
+    add_model_type(parser)
 
 
 def run(given: argparse.Namespace) -> None:

@@ -12,10 +12,15 @@ from megapipe.checkpoint.commands.arguments import place
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.command_line import Parser
 from megapipe.convert.adapters import export_adapters
-from megapipe.convert.commands.arguments import add_shard_gb, be_quiet, shard_bytes, tell
+from megapipe.convert.commands.arguments import (
+    add_model_type,
+    add_shard_gb,
+    be_quiet,
+    shard_bytes,
+    tell,
+)
 from megapipe.convert.export import NO_TOKENIZER, export
 from megapipe.dtypes import Dtype
-from megapipe.model.gpt.hf.table import TABLE
 
 PURPOSE = "a checkpoint to a folder that AutoModelForCausalLM and AutoTokenizer load"
 
@@ -30,9 +35,7 @@ def add(parser: Parser) -> None:
         choices=get_args(Dtype),
         help="type of the weights (default: the model's; master weights are in fp32)",
     )
-    parser.add_argument(
-        "--model-type", choices=list(TABLE), help="class (default: the first that can express it)"
-    )
+    add_model_type(parser)
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",

@@ -15,6 +15,7 @@ from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import without_suffix
 from megapipe.data.tokens.verify import verify
 from megapipe.errors import ConfigError
+from megapipe.words import print_folded
 
 PURPOSE = "what is in a token file"
 _WIDTH = 50
@@ -57,7 +58,7 @@ def run(given: argparse.Namespace) -> None:
         known = tokenizer is not None and all(0 <= i < tokenizer.vocab_size for i in ids)
         text = repr(tokenizer.decode(ids)) if tokenizer and known else " ".join(map(str, ids))
         more = " ..." if stop - start > _SHOWN_TOKENS else ""
-        print(f"document {number}, {stop - start:,} tokens: {text}{more}")
+        print_folded(f"document {number}, {stop - start:,} tokens: {text}{more}")
 
 
 def lengths(file: TokenFile) -> tuple[int, int, npt.NDArray[np.int64]]:

@@ -26,6 +26,7 @@ from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens.format import without_suffix
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
+from megapipe.words import print_folded
 
 VALIDATION_FRACTION = DataConfig.model_fields["validation_fraction"].default
 PURPOSE = "a corpus to token ids"
@@ -61,11 +62,11 @@ def run(given: argparse.Namespace) -> None:
             sides["validation"] = meta.validation
     print(f"{where} ({time.perf_counter() - start:.1f} s)")
     for name, sizes in sides.items():
-        print(f"{name:10}  {_line_of_examples(sizes) if examples else _line(sizes)}")
+        print_folded(f"{name:10}  {_line_of_examples(sizes) if examples else _line(sizes)}")
     if not examples:  # of all tokens, it says nothing of those that are labels
-        print(f"{'entropy':10}  {entropy:.4f} nats per token (unigram)")
+        print_folded(f"{'entropy':10}  {entropy:.4f} nats per token (unigram)")
     for line in rows.lines(config.source, config.text_field):
-        print(line)
+        print_folded(line)
 
 
 def _config(given: argparse.Namespace) -> DataConfig:

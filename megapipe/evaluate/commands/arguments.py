@@ -10,6 +10,7 @@ from typing import Any
 from megapipe import heartbeat
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
+from megapipe.words import print_folded
 
 
 def add_common(parser: Parser) -> None:
@@ -36,5 +37,9 @@ def tell_rows(given: argparse.Namespace, lines: Iterable[str]) -> None:
 
 def show(given: argparse.Namespace, line: str, found: dict[str, Any]) -> None:
     """Print a result, on the first rank."""
-    if given.mesh.rank == 0:
-        print(json.dumps(found) if given.json else line, flush=True)
+    if given.mesh.rank:
+        return
+    if given.json:
+        print(json.dumps(found), flush=True)
+    else:
+        print_folded(line)

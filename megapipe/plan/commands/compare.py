@@ -31,7 +31,8 @@ def run(given: argparse.Namespace) -> None:
     if not print_list(given, [plain(cost) for cost in found]):
         print(table(found))
         keys = " ".join(found[0].keys) or "as by default"
-        print(f"\nfastest: {keys}; this configuration: {own_place(found, config.context)}")
+        place = own_place(found, config.context)
+        words.print_folded("", f"fastest: {keys}; this configuration: {place}")
 
 
 def plain(cost: Cost) -> dict[str, Any]:

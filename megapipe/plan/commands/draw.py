@@ -20,7 +20,7 @@ from megapipe.layout.context_plan import context_plans
 from megapipe.plan.commands.arguments import add_configuration, configuration
 from megapipe.schedule.render.scene import IDLE, Rectangle, Scene, Words, mixed
 from megapipe.schedule.render.vector import to_svg
-from megapipe.words import table
+from megapipe.words import print_folded, table
 
 PURPOSE = "who computes which block when"
 CELL, HEIGHT, LEFT, TOP = 58, 26, 64, 40
@@ -45,8 +45,7 @@ def run(given: argparse.Namespace) -> None:
         except OSError as error:
             raise ConfigError(f"-o {given.output}: {error.strerror}") from None
         return
-    print(words)
-    print(text(plan, blocks, plan.backward if given.backward else plan.forward))
+    print_folded(words, text(plan, blocks, plan.backward if given.backward else plan.forward))
 
 
 def share(blocks: tuple[Positions, ...], pair: tuple[int, int] | None) -> float:

@@ -29,7 +29,7 @@ from megapipe.plan.expert_commands.simulate import layer_of
 from megapipe.plan.expert_placement import POLICIES, Costs, Judged, judge, steps_between
 from megapipe.plan.listing import add_forms, print_list
 from megapipe.schedule.commands.arguments import count, none_or_more, write
-from megapipe.words import counted, table
+from megapipe.words import counted, print_folded, table
 
 PURPOSE = "which ranks should have which experts, by those that a run has chosen"
 HEADINGS = ("layer", "policy", "before", "after", "copies", "moved", "a step", "ms")
@@ -83,7 +83,9 @@ def run(given: argparse.Namespace) -> None:
         found += judge(layer, traces[layer], begin, pool, costs[layer], policies)
     if not print_list(given, [each._asdict() for each in found]):
         number = len(traces[layers[0]])
-        print(f"{number} recorded steps, experts over {layout.ep} ranks of {given.slots} slots")
+        print_folded(
+            f"{number} recorded steps, experts over {layout.ep} ranks of {given.slots} slots"
+        )
         print(table([HEADINGS, *map(_row, found)], left=2))
 
 

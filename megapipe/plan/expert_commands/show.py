@@ -17,7 +17,7 @@ from megapipe.plan.expert_commands.recorded import LOG, Choices, recorded
 from megapipe.schedule.commands.arguments import none_or_more, write
 from megapipe.schedule.render.scene import IDLE, Rectangle, Scene, Words, mixed
 from megapipe.schedule.render.vector import to_svg
-from megapipe.words import ranges
+from megapipe.words import print_folded, ranges
 
 PURPOSE = "which experts a run has chosen, as a heat map"
 SHADES = ".:-=+*#%@"
@@ -40,7 +40,7 @@ def run(given: argparse.Namespace) -> None:
     path = given.folder / LOG
     title, rows = _rows(path, recorded(path), given.step, given.layer)
     if given.output is None:
-        print(title)
+        print_folded(title)
         print("\n".join(text(rows)))
     else:
         drawn = to_svg(scene(title, rows))

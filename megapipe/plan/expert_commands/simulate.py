@@ -26,7 +26,7 @@ from megapipe.plan.demand import milliseconds, size_text
 from megapipe.plan.expert_choice import Cost, costs
 from megapipe.plan.listing import add_forms, print_list
 from megapipe.schedule.commands.arguments import count, none_or_more, number
-from megapipe.words import choices, ranges, table
+from megapipe.words import choices, print_folded, ranges, table
 
 PURPOSE = "all ways to exchange rows with experts, with what they cost"
 HEADINGS = (
@@ -66,7 +66,7 @@ def run(given: argparse.Namespace) -> None:
     assumed = Assumed(float(latency) / 1e6, float(given.copy_gb_s))
     found = costs(config, layout, known_speeds(config), layer, assumed)
     if not print_list(given, [plain(cost) for cost in found]):
-        print(
+        print_folded(
             f"layer {layer}: {config.model.moe.top_k} of {layout.model.experts()[layer]} experts "
             f"over {layout.expert_ranks} ranks, per micro-batch of "
             f"{config.train.microbatch} x {config.train.sequence_length} tokens"
@@ -74,7 +74,7 @@ def run(given: argparse.Namespace) -> None:
         print(table([HEADINGS, *map(_row, found[: given.rows])], left=1))
         if len(found) > given.rows:
             print(f"... {given.rows} of {len(found)}; --rows shows more")
-        print(f"\n{in_training(found, config.experts)}")
+        print_folded("", in_training(found, config.experts))
 
 
 def layer_of(layout: Layout, given: int | None) -> int:

@@ -42,7 +42,12 @@ def add(commands: "Commands[Parser]") -> None:
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"{NAME_HELP} (all of `list`)")
     add_setting(parser)
-    parser.add_argument("--sort", choices=tuple(COLUMNS), help="(--objective)")
+    parser.add_argument(
+        "--sort",
+        choices=tuple(COLUMNS),
+        metavar="COLUMN",
+        help=f"by {', '.join(COLUMNS)} (--objective)",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV")
     form.add_argument("--json", action="store_true", help="print a JSON list of `simulate` objects")
@@ -69,7 +74,7 @@ def run(given: argparse.Namespace) -> None:
     else:
         print(table([row(told) for told in measured], fits=setting.memory_limit is not None))
         for name, reason in refused.items():
-            print(f"{name}: {reason}")
+            words.print_folded(f"{name}: {reason}")
 
 
 def row(told: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megapipe.schedule.generators import accepts, aliases, build, names
 from megapipe.schedule.generators.registry import HINTS, OPTIONS, generator_of
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.memory import weight_copies
+from megapipe.words import print_folded
 
 SAMPLE = {"ranks": 4, "microbatches": 16}
 """Sizes at which every schedule can be built."""
@@ -35,7 +36,7 @@ def run(given: argparse.Namespace) -> None:
         words += [f"--{option.replace('_', '-')}" for option in told["options"]]
         words += [f"goes by {' and '.join(told['hints'])}"] if told["hints"] else []
         words += [f"arXiv {paper}" for paper in told["papers"]]
-        print(f"{told['schedule']}{also}\n    {told['about']}\n    {', '.join(words)}")
+        print_folded(f"{told['schedule']}{also}", f"    {told['about']}", f"    {', '.join(words)}")
 
 
 def entry(name: str) -> dict[str, Any]:

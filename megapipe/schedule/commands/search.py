@@ -13,6 +13,7 @@ from megapipe.schedule.commands.scenario import Scenario, json_number
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.search import search
 from megapipe.schedule.text import to_csv
+from megapipe.words import print_folded
 
 
 def add(commands: "Commands[Parser]") -> None:
@@ -68,10 +69,10 @@ def run(given: argparse.Namespace) -> None:
     best = "no schedule of `list` fits"
     if found.baseline is not None:
         best = f"{found.baseline}, the best of `list`, {told['baseline_value']:g}"
-    print("\n".join(lines(told)))
-    print(
+    print_folded(
+        *lines(told),
         f"  found     {setting.objective} {told['value']:g}; {best}; none is below "
-        f"{told['lower_bound']:g}"
+        f"{told['lower_bound']:g}",
     )
 
 

@@ -11,6 +11,7 @@ from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render.scene import INK, shade
 from megapipe.schedule.render.terminal import Rows, draw_rows
 from megapipe.schedule.streams.ledger import staleness
+from megapipe.words import columns, print_folded
 
 
 def add(commands: "Commands[Parser]") -> None:
@@ -37,7 +38,7 @@ def paint(drawing: Rows) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=columns())
     for row in (*drawing.rows, drawing.legend):
         line = Text()
         for words, part in row:
@@ -46,5 +47,5 @@ def paint(drawing: Rows) -> None:
                 style = f"{INK} on {shade(part.op.kind, part.chunk, drawing.chunks)}"
             line.append(words, style)
         line.rstrip()
-        console.print(line, soft_wrap=True)
-    console.print(drawing.summary, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=row is not drawing.legend)
+    print_folded(drawing.summary)

@@ -7,6 +7,7 @@ from megapipe.command_line import Commands, Parser
 from megapipe.schedule.commands.arguments import NAME_HELP, add_setting, count
 from megapipe.schedule.commands.measure import lines, measure
 from megapipe.schedule.commands.scenario import Scenario, json_number
+from megapipe.words import print_folded
 
 
 def add(commands: "Commands[Parser]") -> None:
@@ -33,4 +34,7 @@ def run(given: argparse.Namespace) -> None:
             "window": given.deviate,
             "makespan": json_number(setting.time(schedule, window=given.deviate).makespan),
         }
-    print(json.dumps(told) if given.json else "\n".join(lines(told)))
+    if given.json:
+        print(json.dumps(told))
+    else:
+        print_folded(*lines(told))

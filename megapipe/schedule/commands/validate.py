@@ -8,6 +8,7 @@ from megapipe.command_line import Commands, Parser
 from megapipe.errors import ConfigError
 from megapipe.schedule.commands.measure import describe
 from megapipe.schedule.text import from_csv
+from megapipe.words import print_folded
 
 
 def add(commands: "Commands[Parser]") -> None:
@@ -29,7 +30,7 @@ def run(given: argparse.Namespace) -> None:
         print(json.dumps(told))
         return
     order = "" if told["bitwise_order"] else "NOT "
-    print(
+    print_folded(
         f"{given.file}: valid: {told['ranks']} ranks, {told['microbatches']:g} micro-batches, "
         f"chunks {told['chunks']}, placement {told['placement']}, {told['ops']:,} operations, "
         f"{told['messages']:,} messages; at most {max(told['peak_held']):g} micro-batches of a "
