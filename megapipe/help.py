@@ -23,13 +23,18 @@ ARGUMENTS = (
     "[--help [SECTION | KEY | WORD | all]]"
 )
 
+MOST_WHOLE, MOST_FOUND = 6, 18
+"""Of keys found by a word: most that are explained whole, most that have at least a sentence."""
+MOST_OF_SENTENCE = 240
+"""Characters."""
+
 
 def help_text(topic: str = "") -> str:
     """Explain keys with their types, defaults and meanings.
 
-    `topic` is a key, a section, "all", or a word: then the keys that end with it, or have it in
-    their names. By default the options, the sections with a line each, and the exit codes. Raises
-    ConfigError where no key has the word.
+    `topic` is a key, a section, "all", or words: then the keys that have them in their names, and
+    those that are explained by them. By default the options, the sections with a line each, and the
+    exit codes. Raises ConfigError where no key has the words.
     """
     if topic == "all":
         parts = ("\n".join(_section_lines(name)) for name in SECTIONS)
@@ -57,7 +62,14 @@ def _overview() -> str:
         "",
     )
     lines += _wrapped("--traceback shows where in the code an error arose.", "")
-    lines += ["", *_wrapped("sections, whose keys --help SECTION explains, or --help all:", "")]
+    lines += [
+        "",
+        *_wrapped(
+            "sections, whose keys --help SECTION explains, or --help all (--help WORD finds keys "
+            "by their names and by what they do):",
+            "",
+        ),
+    ]
     width = max(map(len, SECTIONS))
     for name, section in SECTIONS.items():
         sentence = re.split(r"(?<=[.:])\s", " ".join((section.__doc__ or "").split()))[0]
@@ -73,16 +85,39 @@ def _overview() -> str:
 
 
 def _about(word: str) -> str:
-    """The keys that end with a word, or else those that have it in their names."""
-    last = [key for key in KEYS if key.rpartition(".")[2] == word]
-    if last:
-        return "\n\n".join("\n".join(_key_lines(key)) for key in last) + "\n"
-    inside = [key for key in KEYS if word in key]
-    if not inside:
+    """The keys that end with a word, then those that have it in their names, then those whose
+    meanings or values have it: the first ones whole, others with a sentence each."""
+    name = "_".join(word.lower().split())
+    named = [key for key in KEYS if name in key]
+    named.sort(key=lambda key: key.rpartition(".")[2] != name)
+    starts = re.compile(rf"(?<![a-z0-9]){re.escape(' '.join(word.split()))}", re.IGNORECASE)
+    found = [*named, *(key for key in KEYS if key not in named and starts.search(_flat(key)))]
+    if not found:
         near = get_close_matches(word, SECTIONS, n=1) if "." not in word else []
         hint = f"did you mean {near[0]}?" if near else unknown(word).partition("; ")[2]
         raise ConfigError(f"command line: --help {clipped(word)}: no such section or key; {hint}")
-    return "\n".join(f"{key} = {_default(KEYS[key])}" for key in inside) + "\n"
+    whole = sum(key.rpartition(".")[2] == name for key in named) or len(named)
+    whole = min(whole, MOST_WHOLE)
+    parts = ["\n".join(_key_lines(key)) for key in found[:whole]]
+    parts += ["\n".join(_brief(key, starts)) for key in found[whole:MOST_FOUND]]
+    if found[MOST_FOUND:]:
+        parts.append("\n".join(_wrapped(f"and {', '.join(found[MOST_FOUND:])}", "")))
+    return "\n\n".join(parts) + "\n"
+
+
+def _flat(key: str) -> str:
+    """All that is said of a key, on one line."""
+    return " ".join(" ".join(_key_lines(key)).split())
+
+
+def _brief(key: str, word: re.Pattern[str]) -> list[str]:
+    """A key and the first sentence of its meaning that has the word, or else the first."""
+    section, _, name = key.rpartition(".")
+    meaning = " ".join(documentation(SECTIONS[section])[name].split())
+    sentences = re.split(r"(?<=\.)\s", meaning)
+    said = next((each for each in sentences if word.search(each)), sentences[0])
+    said = textwrap.shorten(said, MOST_OF_SENTENCE, placeholder=" ...")
+    return [*_wrapped(f"{key} = {_default(KEYS[key])}", "  "), *_wrapped(said, "      ")]
 
 
 def usage() -> str:

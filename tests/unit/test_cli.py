@@ -15,7 +15,7 @@ from megapipe import cli, errors
 from megapipe.config import Config
 from megapipe.data_config import DataConfig, MixtureSource
 from megapipe.errors import ConfigError
-from megapipe.help import help_text
+from megapipe.help import _about, help_text
 from megapipe.keys import KEYS, SECTIONS, expected
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.section import documentation
@@ -329,10 +329,35 @@ def test_help_is_an_overview_that_fits_the_terminal(
 
 
 def test_help_finds_keys_by_a_word() -> None:
-    assert help_text("lr") == help_text("optimizer.lr")
-    assert help_text("every").count(" = ") == sum(key.endswith(".every") for key in KEYS) > 1
-    named = [line.split(" = ")[0] for line in help_text("warmup").splitlines()]
-    assert named == [key for key in KEYS if "warmup" in key]
+    assert help_text("lr").startswith(help_text("optimizer.lr"))
+    every = [key for key in KEYS if key.endswith(".every")]
+    assert len(every) > 1
+    assert help_text("every").startswith("\n".join(map(help_text, every)))
+    for word in ("weight decay", "weight_decay", "Weight  Decay"):
+        assert help_text(word).startswith(help_text("optimizer.weight_decay"))
+
+
+def found_by(word: str) -> list[str]:
+    return re.findall(r"^  (\w+(?:\.\w+)+) = ", help_text(word), re.MULTILINE)
+
+
+def test_help_finds_keys_by_what_is_said_of_them() -> None:
+    """Those with the word in their names come first; no word has it within."""
+    found = found_by("clip")
+    assert found[:2] == ["optimizer.clip", "optimizer.clip_scope"]
+    assert "optimizer.post_validation" in found
+    assert "norm asks for clipping" in " ".join(help_text("clip").split())
+    assert found_by("muon")[-1] not in [key for key in KEYS if "muon" in key]
+    assert "optimizer.rule" in found_by("muon"), "one of its values"
+    assert "checkpoint.background" not in found_by("lr"), "already is not about it"
+
+
+@pytest.mark.parametrize("word", ["step", "rank", "e", "model", "every", "memory", "a"])
+def test_help_on_a_frequent_word_can_be_read(word: str) -> None:
+    """What does not fit has its name there."""
+    text = _about(word)
+    assert len(text.splitlines()) < 170
+    assert all(key in text for key in KEYS if word in key)
 
 
 @pytest.mark.parametrize(
