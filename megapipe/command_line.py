@@ -12,6 +12,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any, NoReturn, Protocol, TextIO
 
 from megapipe.errors import ConfigError, MegapipeError, Preempted
@@ -170,6 +171,32 @@ def fresh_line(stream: TextIO | None) -> str:
     what is none."""
     erases = os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and is_terminal(stream)
     return "\r\x1b[2K" if erases else ""
+
+
+@contextlib.contextmanager
+def phase(what: str, *, in_logs: bool = False) -> Iterator[None]:
+    """Say on stderr what is done within, which takes seconds, before it begins: on a terminal,
+    where the line goes away when it is over; with `in_logs`, for what takes many, elsewhere too."""
+    erases = fresh_line(sys.stderr)
+    if is_terminal(sys.stderr) or in_logs:
+        end = "\r" if erases else "\n"  # lines from within are written over it
+        _write(f"{erases}megapipe: {what} ...{end}")
+    try:
+        yield
+    finally:
+        _write(erases)
+
+
+def _write(text: str) -> None:
+    if text and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # it may be closed
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+def load(package: str) -> Any:
+    """Import a package that takes seconds to load, and say so before."""
+    with phase(f"loading {package}") if package not in sys.modules else contextlib.nullcontext():
+        return import_module(package)
 
 
 def say(error: MegapipeError, *, trace: bool = False) -> None:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 import megapipe
-from megapipe.command_line import quiet_interrupts
+from megapipe.command_line import load, quiet_interrupts
 
 COMMANDS = {
     "train": ("megapipe.train.main", "train a model, or show its plan (--dry-run)"),
@@ -35,7 +35,10 @@ COMMANDS = {
     "launch": ("megapipe.launch.launcher", "start the processes of a job on this node"),
     "completion": ("megapipe.completion", "commands and keys for a shell's Tab: bash or zsh"),
 }
-"""The module of each command, whose main(argv) returns the exit code, and what it is for."""
+"""The module of each command, whose main(argv) returns the exit code, and what it is for. All but
+that of training have a function parser()."""
+LOAD_TORCH = ("generate", "evaluate", "convert", "checkpoint", "summary")
+"""Commands whose modules load torch."""
 
 
 def main() -> int:
@@ -54,6 +57,8 @@ def main() -> int:
         return 2
     sys.argv = [f"megapipe {name}", *rest]  # argparse takes a program's name from here
     with quiet_interrupts():
+        if name in LOAD_TORCH:
+            load("torch")
         return import_module(COMMANDS[name][0]).main(rest)
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 
+from megapipe.command_line import phase
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.layers.experts import Experts
@@ -60,7 +61,7 @@ def check_class(config: Any, model: ModelConfig | None = None) -> None:
     Raises:
         ConfigError: their logits differ. The key that makes the difference is named, if it is one.
     """
-    with _aside():
+    with phase("comparing the model with its class of transformers"), _aside():
         _compare(config, config_from_hf(config) if model is None else model)
 
 

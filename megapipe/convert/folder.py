@@ -21,7 +21,7 @@ from megapipe.convert.tensor_files import StoredTensors, TensorFiles, read_json,
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.hf.config import config_from_hf
+from megapipe.model.gpt.hf.config import class_named, config_from_hf
 from megapipe.model.gpt.hf.table import TABLE, Row
 from megapipe.model.gpt.hf.weights import Entry, entries_in, full_names
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known
@@ -222,9 +222,7 @@ def _read_config(path: Path) -> Any:
             f"{path / CONFIG}: quantization_config ({told}): quantized weights are not read; "
             "expected a folder of the model in bf16, fp16, fp32 or fp64, without this key"
         )
-    import transformers
-
     try:
-        return getattr(transformers, TABLE[model_type].config_class).from_dict(content)
+        return class_named(TABLE[model_type].config_class).from_dict(content)
     except Exception as error:  # whatever the class makes of its values
         raise ConfigError(f"{path / CONFIG}: {one_line(error)}") from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import TYPE_CHECKING
 
 from megapipe import heartbeat
-from megapipe.command_line import Parser
+from megapipe.command_line import Parser, phase
 from megapipe.errors import ConfigError
 from megapipe.inference.job import add_layout
 
@@ -45,15 +46,21 @@ def model_of(given: argparse.Namespace) -> Model:
 
     if given.context is not None and given.context < 1:
         raise ConfigError(f"--context {given.context}: expected at least 1")
-    source = find_weights(given.path, given.mesh)
-    assert source.weights is not None
-    if given.mesh.rank == 0:
-        for line in source.notes():
-            heartbeat.say(line)
-    return load_model(
-        source.weights,
-        given.mesh.device,
-        given.mesh,
-        tokenizer=given.tokenizer,
-        context=given.context,
-    )
+    with model_phase(given, "reading the model"):
+        source = find_weights(given.path, given.mesh)
+        assert source.weights is not None
+        if given.mesh.rank == 0:
+            for line in source.notes():
+                heartbeat.say(line)
+        return load_model(
+            source.weights,
+            given.mesh.device,
+            given.mesh,
+            tokenizer=given.tokenizer,
+            context=given.context,
+        )
+
+
+def model_phase(given: argparse.Namespace, what: str) -> contextlib.AbstractContextManager[None]:
+    """:func:`~megapipe.command_line.phase`, on the first rank of ``given.mesh``."""
+    return phase(what) if given.mesh.rank == 0 else contextlib.nullcontext()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megapipe import heartbeat
 from megapipe.cli import Command, flatten, show
+from megapipe.command_line import load, phase
 from megapipe.config import Config
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.environment import set_environment
@@ -83,11 +84,15 @@ def start(
                 config, layout = resolve(
                     config, world, vocabulary, where=command.where, before=layout
                 )
-            show(plan_report(config, layout, command.imbalance))
+            with phase("working out the plan"):
+                plan = plan_report(config, layout, command.imbalance)
+            show(plan)
         return 0
     if command.time_slices:
         check_timeable(config, layout.schedule.slices)
     # torch is loaded after the configuration is known to be right, unless code of the user's has
+    if info.rank == 0:
+        load("torch")
     import torch
 
     from megapipe.distributed.flight import flight_record

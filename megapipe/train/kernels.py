@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 
+from megapipe.command_line import phase
 from megapipe.config import Config
 from megapipe.context.split import Split
 from megapipe.distributed.agreement import all_or_none
@@ -60,15 +62,17 @@ def agreed_kernels(
         rows = config.train.microbatch
         sizes = map(schedule.size_of, range(schedule.microbatches))
         split, length = layout.split, config.train.sequence_length
-        layout.model.check_compiled(
-            make_sharding(config, mesh, kernels),
-            rows={rows, *(int(size * rows) for size in sizes)},  # whole ones: validation
-            again=bool(schedule.recompute)
-            or any(span.policy.recompute for span in chain(*layout.spans)),
-            documents=config.data.masks_documents,
-            device=mesh.device,
-            held=None if split.cp == 1 else split.held([length], mesh.cp.index),
-        )
+        what = "compiling blocks, as kernels.compile=true asks for"
+        with phase(what, in_logs=True) if mesh.rank == 0 else nullcontext():
+            layout.model.check_compiled(
+                make_sharding(config, mesh, kernels),
+                rows={rows, *(int(size * rows) for size in sizes)},  # whole ones: validation
+                again=bool(schedule.recompute)
+                or any(span.policy.recompute for span in chain(*layout.spans)),
+                documents=config.data.masks_documents,
+                device=mesh.device,
+                held=None if split.cp == 1 else split.held([length], mesh.cp.index),
+            )
     return kernels
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megapipe import cli, console, presets
-from megapipe.command_line import Parser, run_command
+from megapipe.command_line import Parser, load, phase, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,3 +152,52 @@ def test_a_file_comes_before_a_preset_of_its_name(
     assert cli.parse(["quickstart"]).config.run.name == "own"
     with pytest.raises(cli.ConfigError, match=r"quickstrat: no such file; did you mean quickstart"):
         cli.parse(["quickstrat"])
+
+
+class Stream(io.StringIO):
+    """Has what was written before something, and may be a terminal."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: is_terminal  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("term", "is_terminal", "in_logs", "before", "after"),
+    [
+        ("xterm", True, False, "\r\x1b[2Kmegapipe: thinking ...\r", "\r\x1b[2K"),
+        ("dumb", True, False, "megapipe: thinking ...\n", ""),
+        ("xterm", False, False, "", ""),
+        ("xterm", False, True, "megapipe: thinking ...\n", ""),
+    ],
+)
+def test_a_phase_is_announced_before_it_begins(
+    term: str,
+    is_terminal: bool,
+    in_logs: bool,
+    before: str,
+    after: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Stream(is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", term)
+    with phase("thinking", in_logs=in_logs):
+        assert stream.getvalue() == before
+    assert stream.getvalue() == before + after
+    monkeypatch.setattr(sys, "stderr", None)
+    with phase("thinking", in_logs=True):
+        pass
+
+
+def test_only_what_is_not_loaded_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "heavy_package.py").write_text("import sys\nprint('here', file=sys.stderr)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    stream = Stream(True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "dumb")
+    for _ in range(2):
+        assert load("heavy_package").__name__ == "heavy_package"
+    assert stream.getvalue() == "megapipe: loading heavy_package ...\nhere\n"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from megapipe.console import COMMANDS, LOAD_TORCH
 from tests.parity.package_files import ADAPTERS, FILES, KERNELS, OPTIONAL, PACKAGE, inside
 
 MOST_LINES = 500
@@ -249,6 +250,28 @@ def test_optional_packages_are_not_needed_to_import() -> None:
         if not inside(name, ("megapipe.ops",)):
             kernels = {module for module in own.anywhere if inside(module, KERNELS)}
             assert not kernels, f"{name} imports {kernels}: that is for megapipe.ops"
+
+
+def loads(module: str, seen: set[str]) -> set[str]:
+    """Packages that a module of megapipe imports when it is imported; `seen` has the modules that
+    were looked at."""
+    found = set()
+    parts = module.split(".")
+    above = [f"{'.'.join(parts[:length])}.__init__" for length in range(1, len(parts) + 1)]
+    for file in {*above, module} & FILES.keys() - seen:
+        seen.add(file)
+        for each in imports_of_files()[file].early:
+            package = each.partition(".")[0]
+            found |= {package} if package != "megapipe" else loads(each, seen)
+    return found
+
+
+def test_commands_that_load_torch_to_begin_with_say_so() -> None:
+    heavy = {name for name, (of, _) in COMMANDS.items() if "torch" in loads(of, set())}
+    assert heavy == set(LOAD_TORCH)
+    for path in (PACKAGE.parent / "scripts").glob("*.py"):
+        says = '        load("torch")\n' in path.read_text(encoding="utf-8")
+        assert says == (path.stem in LOAD_TORCH), path
 
 
 FROM_TESTS = re.compile(r"^\s*(?:from|import)\s+(tests\.[\w.]+)", re.MULTILINE)

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from megapipe.command_line import Parser
+from megapipe.command_line import Parser, phase
 from megapipe.data.commands.arguments import add_keys, data_config
 from megapipe.data.corpus import pieces
 from megapipe.data.corpus.row_count import RowCount
@@ -54,7 +54,9 @@ def run(given: argparse.Namespace) -> None:
     config = fetched(config)
     check_contents(config.source)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+
+    with phase("loading transformers"):
+        from transformers import PreTrainedTokenizerFast
 
     end = END_TOKENS[0]
     tokenizer = Tokenizer(models.BPE())

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from megapipe.command_line import phase
 from megapipe.data.hub import check_reachable, is_hub_name
 from megapipe.data.tokenizer import of_tiktoken
 from megapipe.data.tokenizer.byte import ByteTokenizer
@@ -44,7 +45,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def _auto(name: str, path: Path) -> Any:
     """The tokenizer that `transformers` makes of a folder, or of a name on the hub."""
-    from transformers import AutoTokenizer
+    with phase("loading transformers"):
+        from transformers import AutoTokenizer
 
     def load(source: str, *, local: bool) -> Any:
         return AutoTokenizer.from_pretrained(

@@ -18,7 +18,7 @@ from pathlib import Path
 from megapipe.command_line import Parser
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.evaluate.commands.arguments import add_common, batch_of, show, tell_rows
-from megapipe.inference.arguments import add_model, model_of
+from megapipe.inference.arguments import add_model, model_of, model_phase
 
 PURPOSE = "multiple choice from JSONL, by log-likelihood"
 
@@ -44,12 +44,14 @@ def run(given: argparse.Namespace) -> None:
     batch = batch_of(given)
     count = RowCount()
     questions = list(read_questions(given.data, count))
-    found = answer(
-        model_of(given),
-        questions,
-        delimiter=given.delimiter,
-        truncate=given.truncate,
-        batch=batch,
-    )
+    model = model_of(given)
+    with model_phase(given, "measuring"):
+        found = answer(
+            model,
+            questions,
+            delimiter=given.delimiter,
+            truncate=given.truncate,
+            batch=batch,
+        )
     tell_rows(given, count.lines(given.data, ""))
     show(given, found.describe(), found.as_json())

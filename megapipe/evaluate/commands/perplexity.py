@@ -18,7 +18,7 @@ from megapipe.data.corpus.row_count import RowCount
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 from megapipe.evaluate.commands.arguments import add_common, batch_of, show, tell_rows
-from megapipe.inference.arguments import add_model, model_of
+from megapipe.inference.arguments import add_model, model_of, model_phase
 
 PURPOSE = "perplexity and bits per byte of texts or a token file"
 
@@ -71,8 +71,9 @@ def run(given: argparse.Namespace) -> None:
         documents = of_source(config, tokenizer, count)
     if given.joined:
         documents = joined(documents, tokenizer.eod)
-    found = measure(
-        model, documents, stride=given.stride, unconditioned=not given.no_start, batch=batch
-    )
+    with model_phase(given, "measuring"):
+        found = measure(
+            model, documents, stride=given.stride, unconditioned=not given.no_start, batch=batch
+        )
     tell_rows(given, count.lines(given.data, given.text_field))
     show(given, found.describe(), found.as_json())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +13,8 @@ from megapipe.errors import ConfigError
 from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
 from megapipe.ops.norm import torch_norm
-from megapipe.train.kernels import select_kernels
+from megapipe.train import kernels as kernels_module
+from megapipe.train.kernels import agreed_kernels, select_kernels
 from tests.unit.ops.fakes import apex_adam, apex_norms, liger, on_any_device
 
 CPU = torch.device("cpu")
@@ -90,3 +94,24 @@ def test_asking_for_what_is_not_there() -> None:
             ConfigError, match=f"^kernels.{key}={name}: needs a GPU; expected auto$"
         ):
             select_kernels(given, family_of(given).kernels, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_compiling_is_announced_before_it_begins(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes half a minute and more, in which a log would show nothing."""
+    given, layout = resolve(Config.model_validate({"kernels": {"compile": True}}), 1, None)
+    kernels = select_kernels(given, family_of(given).kernels, CPU, torch.float32)
+    monkeypatch.setattr(kernels_module, "_selected", lambda *args, **more: kernels)
+    monkeypatch.setattr(kernels_module, "make_sharding", lambda *args: None)
+    said = []
+
+    def check(*args: Any, **more: Any) -> None:
+        said.append(capsys.readouterr().err)
+
+    monkeypatch.setattr(type(layout.model), "check_compiled", check)
+    mesh: Any = SimpleNamespace(rank=rank, device=CPU)
+    assert agreed_kernels(given, layout, mesh, layout.schedule) is kernels
+    line = "megapipe: compiling blocks, as kernels.compile=true asks for ...\n"
+    assert said == ["" if rank else line]

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megapipe.command_line import phase
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.parts import require
@@ -66,15 +67,13 @@ def config_to_hf(model: ModelConfig, model_type: str | None = None, **extra: Any
     Raises:
         ConfigError: the class, or every class, cannot express the model.
     """
-    import transformers
-
     row = row_of(model, model_type)
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     keys: dict[str, Any] = {**special, **row.required}
     for part in row.parts:
         keys |= part.write(model)
     keys["dtype"] = _DTYPES[model.dtype]
-    return getattr(transformers, row.config_class)(**(keys | extra))
+    return class_named(row.config_class)(**(keys | extra))
 
 
 def old_keys(row: Row, model: ModelConfig) -> dict[str, Any]:
@@ -85,10 +84,15 @@ def old_keys(row: Row, model: ModelConfig) -> dict[str, Any]:
 
 def class_of(model: ModelConfig, model_type: str | None = None) -> Any:
     """The class, with a head, that :func:`row_of` finds for a resolved model."""
-    import transformers
+    return class_named(row_of(model, model_type).model_class)
 
-    row = row_of(model, model_type)
-    return getattr(transformers, row.model_class)
+
+def class_named(name: str) -> Any:
+    """A class of transformers, which takes seconds to load."""
+    with phase("loading transformers"):
+        import transformers
+
+        return getattr(transformers, name)
 
 
 def has_class(model: ModelConfig) -> bool:
