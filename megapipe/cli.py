@@ -83,6 +83,11 @@ class _Given:
         return f"{self.where}: {clipped(self.key)}={value}: {what}"
 
 
+def possible_words() -> list[str]:
+    """Names of presets, and keys with the sign behind: words of a command line besides options."""
+    return [*presets.names(), *(f"{key}=" for key in KEYS)]
+
+
 def parse(argv: Sequence[str]) -> Command:
     """The command in `argv`, without the program's name.
 

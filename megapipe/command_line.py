@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, Protocol, TextIO
 
@@ -130,6 +130,17 @@ def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, Parser]:
     """The parsers of a parser's commands, by their names."""
     found = [action.choices for action in parser._actions if isinstance(action, Commands)]
     return found[0] if found else {}
+
+
+def suggest(action: argparse.Action, words: Callable[[], Iterable[str]]) -> None:
+    """Have shells complete an argument by `words`, of which it may take others."""
+    action.suggested = words  # type: ignore[attr-defined]
+
+
+def suggested(action: argparse.Action) -> Iterable[str]:
+    """The words by which shells complete an argument, besides its choices."""
+    words: Callable[[], Iterable[str]] = getattr(action, "suggested", tuple)
+    return words()
 
 
 @contextlib.contextmanager

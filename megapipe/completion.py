@@ -1,49 +1,80 @@
 """Completion in a shell: ``source <(megapipe completion bash)``, or zsh.
 
-Commands, and for training presets, keys, options, and the values of keys that have a few.
+What it prints knows the commands alone. The words of a command (its commands, options, the values
+of those that have a few; for training presets and keys) are asked for when Tab first needs them,
+by ``megapipe completion bash COMMAND``, and are those of its parser.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 
-from megapipe import presets
-from megapipe.cli import IMBALANCE, OPTIONS
-from megapipe.command_line import Parser, run_command
-from megapipe.keys import KEYS, expected
-from megapipe.schedule.generators import names
+from megapipe.command_line import Parser, run_command, subcommands, suggested
 
 SCRIPT = """\
 _megapipe() {{
-  local words=${{COMP_LINE:0:COMP_POINT}} current
-  words=${{words//\\\\\\"/}}
-  current=${{words##*[[:space:]]}}
-  case $words in
-    *[[:space:]]train[[:space:]]*)
-      case $current in
-{values}
-        *=*) COMPREPLY=($(compgen -f -- "${{current#*=}}")) ;;
-        *)
-          COMPREPLY=($(compgen -W '{train}' -- "$current") $(compgen -f -X '!*.yaml' -- "$current"))
-          [[ ${{#COMPREPLY[@]}} != 1 || ${{COMPREPLY[0]}} != *= ]] || compopt -o nospace 2>/dev/null
-          ;;
-      esac
+  local line=${{COMP_LINE:0:COMP_POINT}} current before command inner previous assigned= rest
+  line=${{line//\\\\\\"/}}
+  line=${{line#*[[:space:]]}}
+  line=${{line##*-m[[:space:]]megapipe[[:space:]]}}
+  current=${{line##*[[:space:]]}}
+  before=${{line%"$current"}}
+  read -r command inner rest <<< "$before"
+  previous=${{before%"${{before##*[![:space:]]}}"}}
+  previous=${{previous##*[[:space:]]}}
+  if [[ $current == *=* ]]; then
+    assigned=1 previous=${{current%%=*}} current=${{current#*=}}
+  fi
+  case $command in
+    '') _megapipe_reply '{commands} --help --version' ;;
+    {pattern})
+      rest=_megapipe_${{command//-/_}}
+      {{
+        type "$rest" > /dev/null || eval "$({program} completion {shell} "$command")"
+        "$rest"
+      }} 2> /dev/null
       ;;
-    *[[:space:]]*[[:space:]]*) COMPREPLY=($(compgen -f -- "$current")) ;;
-    *) COMPREPLY=($(compgen -W '{commands}' -- "$current")) ;;
+    *) _megapipe_reply '' -f ;;
   esac
+}}
+_megapipe_reply() {{
+  COMPREPLY=($(compgen -W "$1" -- "$current"))
+  if [[ $2 && ( $assigned || $current != -* ) ]]; then
+    local IFS=$'\\n'
+    [[ ${{#COMPREPLY[@]}} != 0 ]] || compopt -o filenames 2> /dev/null
+    COMPREPLY+=($(compgen -f -X "$3" -- "$current"))
+  fi
+  [[ ${{#COMPREPLY[@]}} != 1 || ${{COMPREPLY[0]}} != *= ]] || compopt -o nospace 2> /dev/null
 }}
 complete -o bashdefault -F _megapipe megapipe
 """
+"""Functions for the shell. `current` is the word before the cursor, of an assignment what is behind
+the sign; `previous` is the word before it, or the key or option that it is assigned to.
+`_megapipe_reply WORDS [-f [PATTERN]]` answers with words and files, without those of a pattern."""
 ZSH = "autoload -U compinit bashcompinit && compinit && bashcompinit\n"
 """zsh runs functions that are written for bash."""
 
 
 def parser() -> Parser:
     """The parser of the command."""
-    top = Parser(description="Completion of commands, presets and keys: source what it prints.")
+    from megapipe.console import COMMANDS
+
+    top = Parser(
+        description="Completion of commands, options and keys: source what it prints, "
+        "source <(megapipe completion bash)."
+    )
     top.add_argument("shell", choices=("bash", "zsh"))
+    top.add_argument(
+        "command",
+        nargs="?",
+        choices=tuple(COMMANDS),
+        metavar="COMMAND",
+        help="print its words alone, which the whole asks for when it needs them",
+    )
     top.set_defaults(run=_show)
     return top
 
@@ -55,27 +86,95 @@ def main(argv: Sequence[str]) -> int:
 
 def script(shell: str, commands: Sequence[str]) -> str:
     """The functions that complete `commands` in a shell."""
-    values = "\n".join(
-        f"        {key}=*) COMPREPLY=($(compgen -W '{' '.join(few)}' -- \"${{current#*=}}\")) ;;"
-        for key, few in _values()
+    text = SCRIPT.format(
+        commands=" ".join(commands),
+        pattern="|".join(commands),
+        program=shlex.join([sys.executable, "-m", "megapipe"]),
+        shell=shell,
     )
-    train = (*presets.names(), *(f"{key}=" for key in KEYS), *OPTIONS, IMBALANCE, "--help")
-    text = SCRIPT.format(values=values, train=" ".join(train), commands=" ".join(commands))
     return (ZSH if shell == "zsh" else "") + text
 
 
-def _values() -> Iterator[tuple[str, list[str]]]:
-    """The keys that take words of a list, and these."""
-    yield "pipeline.schedule", ["auto", *names()]
-    for key, info in KEYS.items():
-        words = expected(info)
-        if words == "true or false":
-            yield key, ["true", "false"]
-        elif words.startswith("one of "):
-            yield key, words.removeprefix("one of ").partition(", or ")[0].split(", ")
+def words(command: str) -> str:
+    """The function that completes the words behind a command."""
+    from megapipe.console import COMMANDS
+
+    lines = [f"_megapipe_{command.replace('-', '_')}() {{"]
+    if command == "train":
+        lines += _training()
+    else:
+        lines += _of_parser(import_module(COMMANDS[command][0]).parser())
+    return "\n".join([*lines, "}", ""])
+
+
+def _of_parser(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The statements for what stands behind a command, or the command of a command."""
+    inner = subcommands(parser)
+    if inner:
+        yield "  case $inner in"
+        for name, each in inner.items():
+            yield f"    {name})"
+            yield from (f"    {line}" for line in _of_parser(each))
+            yield "      ;;"
+        yield f"    *) {_reply((*inner, *_options(parser)))} ;;"
+        yield "  esac"
+        return
+    replies, here = dict[str, str](), _options(parser)
+    for action in parser._actions:
+        few = [*map(str, action.choices or ()), *suggested(action)]
+        if not action.option_strings:
+            here += few
+        elif action.nargs != 0:  # it has a value
+            reply = _reply(few, files=not action.choices)
+            replies |= dict.fromkeys(action.option_strings, reply)
+    yield from _choice(replies, here)
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    return [name for action in parser._actions for name in action.option_strings]
+
+
+def _training() -> Iterator[str]:
+    """The statements for what stands behind `train`, whose parser is none of argparse."""
+    from megapipe.cli import IMBALANCE, OPTIONS, possible_words
+    from megapipe.keys import KEYS, SECTIONS
+
+    topics = _reply(["all", *SECTIONS, *KEYS])
+    replies = {"--help": topics, "-h": topics, IMBALANCE: _reply([])}
+    yield from _choice(replies, [*possible_words(), *OPTIONS, IMBALANCE, "--help"])
+
+
+def _choice(replies: Mapping[str, str], here: Sequence[str]) -> Iterator[str]:
+    """The statements that answer by the option or key before the cursor, or else with the words
+    that may stand `here`, and files."""
+    takes_keys = any(word.endswith("=") for word in here)
+    yield "  case $previous in"
+    for name, reply in {**replies, **(_of_keys() if takes_keys else {})}.items():
+        yield f"    {name}) {reply} ;;"
+    yield f"    *) if [[ $assigned ]]; then {_reply([], files=True)}"
+    pattern = " '!*.yaml'" if takes_keys else ""
+    yield f"      else {_reply(here, files=True)}{pattern}; fi ;;"
+    yield "  esac"
+
+
+def _reply(words: Iterable[str], *, files: bool = False) -> str:
+    """The statement that answers with words, and with files if they count."""
+    return f"_megapipe_reply '{' '.join(words)}'{' -f' if files else ''}"
+
+
+def _of_keys() -> dict[str, str]:
+    """The keys of a configuration that take one of a few words, and the answers with these."""
+    from megapipe.keys import KEYS, few_values
+    from megapipe.schedule.generators import names
+
+    found = {key: _reply(few) for key, info in KEYS.items() if (few := few_values(info))}
+    return {**found, "pipeline.schedule": _reply(["auto", *names()], files=True)}
 
 
 def _show(given: argparse.Namespace) -> None:
     from megapipe.console import COMMANDS
 
-    print(script(given.shell, list(COMMANDS)), end="")
+    if given.command is None:
+        print(script(given.shell, list(COMMANDS)), end="")
+    else:
+        print(words(given.command), end="")

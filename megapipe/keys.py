@@ -139,6 +139,16 @@ def expected(info: FieldInfo) -> str:
     return words
 
 
+def few_values(info: FieldInfo) -> list[str]:
+    """The words that a field takes, if they are a few; [] if it takes others too."""
+    words = expected(info)
+    if words == "true or false":
+        return ["true", "false"]
+    if not words.startswith("one of "):
+        return []
+    return words.removeprefix("one of ").partition(", or ")[0].split(", ")
+
+
 def unknown(key: str) -> str:
     """The words of an error about an unknown key: the nearest key, or which keys there are."""
     for mapping, values in MAPPINGS.items():

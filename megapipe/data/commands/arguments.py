@@ -2,15 +2,16 @@
 
 import argparse
 import typing
+from functools import partial
 
 from pydantic import ValidationError
 
-from megapipe.command_line import Parser
+from megapipe.command_line import Parser, suggest
 from megapipe.data.given import is_given
 from megapipe.data.row_keys import check_fields, unread_keys
 from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
-from megapipe.keys import expected
+from megapipe.keys import expected, few_values
 from megapipe.section import documentation
 from megapipe.unused_keys import refuse_unused
 from megapipe.user_code import is_source
@@ -23,13 +24,14 @@ def add_keys(parser: Parser, *names: str) -> None:
     for name in names:
         field = DataConfig.model_fields[name]
         kinds = {field.annotation, *typing.get_args(field.annotation)}
-        parser.add_argument(
+        option = parser.add_argument(
             _option(name),
             default=field.default,
             type=next((kind for kind in (int, float) if kind in kinds), str),
             metavar=name.rpartition("_")[2].upper(),
             help=f"{documentation(DataConfig)[name]} (default: {field.default})".replace("%", "%%"),
         )
+        suggest(option, partial(few_values, field))
 
 
 def data_config(given: argparse.Namespace) -> DataConfig:

@@ -2,8 +2,8 @@
 
 import argparse
 
-from megapipe.cli import parse
-from megapipe.command_line import Parser
+from megapipe.cli import parse, possible_words
+from megapipe.command_line import Parser, suggest
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
@@ -11,12 +11,13 @@ from megapipe.layout.resolve import resolve
 
 def add_keys(parser: Parser, needed: str) -> None:
     """Add a configuration, in which something is needed."""
-    parser.add_argument(
+    keys = parser.add_argument(
         "keys",
         nargs="+",
         metavar="CONFIG or section.key=value",
         help=f"as train.py takes them; {needed} above 1 is needed",
     )
+    suggest(keys, possible_words)
 
 
 def add_configuration(parser: Parser) -> None:

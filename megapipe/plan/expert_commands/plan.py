@@ -14,8 +14,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megapipe.cli import parse
-from megapipe.command_line import Parser
+from megapipe.cli import parse, possible_words
+from megapipe.command_line import Parser, suggest
 from megapipe.errors import ConfigError
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool import find_pool
@@ -37,12 +37,13 @@ HEADINGS = ("layer", "policy", "before", "after", "copies", "moved", "a step", "
 
 def add(parser: Parser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="of the run")
-    parser.add_argument(
+    keys = parser.add_argument(
         "keys",
         nargs="*",
         metavar="section.key=value",
         help="as train.py takes them, in the place of the run's; parallel.ep above 1 is needed",
     )
+    suggest(keys, possible_words)
     parser.add_argument(
         "--layer", type=none_or_more, metavar="N", help="one with experts (all of them)"
     )

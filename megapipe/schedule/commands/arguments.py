@@ -7,9 +7,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megapipe.command_line import Parser
+from megapipe import presets
+from megapipe.command_line import Parser, suggest
 from megapipe.errors import ConfigError
 from megapipe.schedule.cost import plain
+from megapipe.schedule.generators import names
 from megapipe.schedule.generators.registry import OPTIONS
 from megapipe.schedule.ir import MICROBATCH_MASK, STAGE_MASK
 from megapipe.schedule.streams.orders import NAMES as STREAMS
@@ -22,6 +24,11 @@ PLACEMENTS = ("single", "loop", "v", "wave")
 NAME_HELP = "a schedule of `list`, module:function of your own, or a file.csv"
 
 Value = TypeVar("Value")
+
+
+def add_name(parser: Parser) -> None:
+    """Add the argument that names a schedule."""
+    suggest(parser.add_argument("name", metavar="NAME", help=NAME_HELP), names)
 
 
 def add_setting(parser: Parser) -> None:
@@ -39,13 +46,14 @@ def add_setting(parser: Parser) -> None:
 
 def add_stream(parser: Parser) -> None:
     """Add the arguments for streams, in which operations read stale weights."""
-    parser.add_argument(
+    weights = parser.add_argument(
         "--weights",
         metavar="POLICY",
         help="without a flush between updates, with weights as this policy has them: "
         f"{', '.join(POLICIES)}, or module:function of your own; for the schedules "
         f"{', '.join(STREAMS)}. --microbatches are then those of a window, which is an update's",
     )
+    suggest(weights, lambda: POLICIES)
     parser.add_argument(
         "--windows", type=count, metavar="N", help="with --weights: windows that are shown (8)"
     )
@@ -129,13 +137,14 @@ def add_costs(parser: Parser) -> None:
         metavar="FILE.json",
         help='times of each virtual stage instead: a list of {"F": 1, "I": 1, "W": 1}',
     )
-    parser.add_argument(
+    config = parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE.yaml",
         help="times of the stages of this configuration's model instead, its layers shared out "
         "for each schedule; 1 is the forward of a layer",
     )
+    suggest(config, presets.names)
     parser.add_argument(
         "--bandwidth",
         type=number,

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from megapipe import words
-from megapipe.command_line import Commands, Parser
+from megapipe.command_line import Commands, Parser, suggest
 from megapipe.errors import ScheduleError
 from megapipe.schedule.commands.arguments import NAME_HELP, add_setting
 from megapipe.schedule.commands.measure import measure
@@ -40,7 +40,10 @@ def add(commands: "Commands[Parser]") -> None:
         "--group, --pairs or --replicas go without; those that refuse the setting are listed with "
         "the reason.",
     )
-    parser.add_argument("names", metavar="NAME", nargs="*", help=f"{NAME_HELP} (all of `list`)")
+    given = parser.add_argument(
+        "names", metavar="NAME", nargs="*", help=f"{NAME_HELP} (all of `list`)"
+    )
+    suggest(given, names)
     add_setting(parser)
     parser.add_argument(
         "--sort",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megapipe.command_line import Commands, Parser
 from megapipe.errors import ConfigError
-from megapipe.schedule.commands.arguments import NAME_HELP, add_setting, count, write
+from megapipe.schedule.commands.arguments import add_name, add_setting, count, write
 from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render import png, svg
@@ -18,7 +18,7 @@ FORMATS = (".svg", ".png", ".json")
 
 def add(commands: "Commands[Parser]") -> None:
     parser = commands.add_parser("draw", help="draw one schedule for a page or a trace viewer")
-    parser.add_argument("name", metavar="NAME", help=NAME_HELP)
+    add_name(parser)
     add_setting(parser)
     parser.add_argument(
         "-o",

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from megapipe.command_line import Commands, Parser
-from megapipe.schedule.commands.arguments import NAME_HELP, add_setting, write
+from megapipe.schedule.commands.arguments import add_name, add_setting, write
 from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import to_csv, to_torch_csv
@@ -14,7 +14,7 @@ FORMATS = {"csv": to_csv, "torch": to_torch_csv}
 
 def add(commands: "Commands[Parser]") -> None:
     parser = commands.add_parser("export", help="write one schedule as text")
-    parser.add_argument("name", metavar="NAME", help=NAME_HELP)
+    add_name(parser)
     add_setting(parser)
     parser.add_argument(
         "--format",

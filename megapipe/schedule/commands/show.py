@@ -4,7 +4,7 @@ import argparse
 import shutil
 
 from megapipe.command_line import Commands, Parser
-from megapipe.schedule.commands.arguments import NAME_HELP, add_setting, count
+from megapipe.schedule.commands.arguments import add_name, add_setting, count
 from megapipe.schedule.commands.measure import stale_table
 from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.proof.validate import validate
@@ -16,7 +16,7 @@ from megapipe.words import columns, print_folded
 
 def add(commands: "Commands[Parser]") -> None:
     parser = commands.add_parser("show", help="draw one schedule in the terminal")
-    parser.add_argument("name", metavar="NAME", help=NAME_HELP)
+    add_name(parser)
     add_setting(parser)
     parser.add_argument("--width", type=count, metavar="COLUMNS", help="(that of the terminal)")
     parser.set_defaults(run=run)

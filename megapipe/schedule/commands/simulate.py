@@ -4,7 +4,7 @@ import argparse
 import json
 
 from megapipe.command_line import Commands, Parser
-from megapipe.schedule.commands.arguments import NAME_HELP, add_setting, count
+from megapipe.schedule.commands.arguments import add_name, add_setting, count
 from megapipe.schedule.commands.measure import lines, measure
 from megapipe.schedule.commands.scenario import Scenario, json_number
 from megapipe.words import print_folded
@@ -12,7 +12,7 @@ from megapipe.words import print_folded
 
 def add(commands: "Commands[Parser]") -> None:
     parser = commands.add_parser("simulate", help="prove and time one schedule")
-    parser.add_argument("name", metavar="NAME", help=NAME_HELP)
+    add_name(parser)
     add_setting(parser)
     parser.add_argument(
         "--deviate",
