@@ -17,6 +17,7 @@ ENV HOME=/tmp OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 
 COPY pyproject.toml constraints.txt README.md LICENSE Dockerfile train.py ./
+COPY docs/package.md docs/
 COPY megapipe megapipe
 # An image that has torch keeps it, and the numpy and triton that it was built with; NVIDIA's
 # PIP_CONSTRAINT, if there is one, becomes an argument so that it does not bind the setuptools that

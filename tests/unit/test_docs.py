@@ -1,6 +1,7 @@
 """What the documents show is what the project prints and draws, and their links lead somewhere."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,9 +71,14 @@ def test_the_example_is_as_short_as_it_says():
     assert len(example.splitlines()) <= 30
 
 
-def test_the_description_of_the_package_has_no_picture_by_a_path():
-    """An index of packages shows the README alone."""
-    assert not re.findall(r"!\[[^]]*\]\((?!https:)", README)
+def test_the_description_of_the_package_leads_to_no_path():
+    """An index of packages shows this page alone; no file is beside it there."""
+    path = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]
+    page = (ROOT / path).read_text(encoding="utf-8")
+    assert page.startswith("# megapipe\n")
+    assert not re.findall(r"\]\((?!https:)|^\[[^]]+\]:|<(?:a|img)\b", page, re.MULTILINE)
+    copied = (ROOT / "Dockerfile").read_text().partition("pip install")[0]
+    assert f"COPY {path} " in copied, "pip reads it"
 
 
 @pytest.mark.parametrize("block", [*blocks("console"), *blocks("console", README)])
