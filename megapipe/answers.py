@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -14,11 +15,13 @@ class Mute(TimeoutError):
     """A call has not come back in time, or something does not answer as it should."""
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
+def within(
+    seconds: float, call: Callable[[], T], *, more: Callable[[], float] = lambda: 0.0
+) -> T:
     """The result of a call, which has a thread of its own; raises what the call raises.
 
-    Raises :class:`Mute` after `seconds`. The call is then left behind, and ends with the process:
-    threads of a pool would be waited for then.
+    Raises :class:`Mute` after `seconds`, and those that `more` then gives. The call is left behind,
+    and ends with the process: threads of a pool would be waited for then.
     """
     answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -29,10 +32,16 @@ def within(seconds: float, call: Callable[[], T]) -> T:
             answer.put((None, error))
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        result, error = answer.get(timeout=seconds)
-    except queue.Empty:
-        raise Mute(f"no answer in {seconds:.3g} s") from None
+    began = time.monotonic()
+    while True:
+        left = began + seconds + more() - time.monotonic()
+        try:
+            result, error = answer.get(timeout=max(left, 0.0))
+            break
+        except queue.Empty:
+            limit = seconds + more()
+            if began + limit <= time.monotonic():
+                raise Mute(f"no answer in {limit:.3g} s") from None
     if error is not None:
         raise error
     return cast(T, result)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import socket
+import threading
+import time
 from typing import TYPE_CHECKING
 
 from megapipe.answers import Mute, within
@@ -13,6 +16,29 @@ if TYPE_CHECKING:
 
 ANSWER_S = 10.0
 """How long the store may take to answer once its port takes connections, unless less is said."""
+
+LOOKUP_S = 60.0
+"""Most time that look-ups of names are given."""
+
+
+class _NameLookup:
+    """A look-up of the name of an address, in a thread: as long as torch's own take."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._began = time.monotonic()
+        self._took: float | None = None
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            socket.getnameinfo(socket.getaddrinfo(self._address, 0)[0][4][:2], 0)
+        self._took = time.monotonic() - self._began
+
+    def allowance(self) -> float:
+        """Seconds that two look-ups may take, by how long this one has taken so far."""
+        took = time.monotonic() - self._began if self._took is None else self._took
+        return min(2 * took, LOOKUP_S)
 
 
 def open_tcp_store(
@@ -28,9 +54,10 @@ def open_tcp_store(
     """The store at address:port; one that `hosts` runs it, on the socket `listening` if it is
     given, of which it takes possession.
 
-    `timeout_s` is that of later calls, `answer_s` how long the store may take to answer. torch's
-    client would wait for ever for the answer of a port that something else listens on. Raises
-    :class:`Mute`, and what torch raises: RuntimeError, ValueError.
+    `timeout_s` is that of later calls, `answer_s` how long the store may take to answer, besides
+    what the name server takes: torch asks it for the names of both ends. torch's client would wait
+    for ever for the answer of a port that something else listens on. Raises :class:`Mute`, and what
+    torch raises: RuntimeError, ValueError.
     """
     from torch.distributed import TCPStore
 
@@ -45,7 +72,8 @@ def open_tcp_store(
             master_listen_fd=None if listening is None else listening.detach(),
         )
 
+    more = _NameLookup(address).allowance
     try:
-        return within(ANSWER_S if answer_s is None else answer_s, connect)
+        return within(ANSWER_S if answer_s is None else answer_s, connect, more=more)
     except Mute:
         raise Mute("what listens there is no rendezvous store") from None
