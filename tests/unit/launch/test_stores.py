@@ -1,4 +1,4 @@
-"""Connections to a store: patient with a name server that does not answer, and with nothing else."""
+"""Connections to a store, which are patient with a name server that does not answer."""
 
 from __future__ import annotations
 
