@@ -64,6 +64,7 @@ def main(parser: Parser, argv: Sequence[str]) -> int:
     info, trace = LaunchInfo(), TRACEBACK in argv
     try:
         info = place.find_launch_info(os.environ)
+        place.spare_threads(info.local_world)
         given = parser.parse_args(argv)
         wanted = _wanted(given, info)
     except MegapipeError as error:

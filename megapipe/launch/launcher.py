@@ -40,7 +40,7 @@ from megapipe.launch.endpoints import Endpoint, Nodes
 from megapipe.launch.forks import Forks, can_fork
 from megapipe.launch.memory_folder import MemoryFolder
 from megapipe.launch.open_files import allow_connections
-from megapipe.launch.place import OPTIONS
+from megapipe.launch.place import OPTIONS, spare_threads
 from megapipe.launch.ranks import Ends
 from megapipe.launch.signals import AGAIN_S, NOTICES, STOP_SIGNALS, Listener
 from megapipe.launch.supervisor import Supervisor, line
@@ -123,18 +123,12 @@ def _load_torch(
 ) -> contextlib.AbstractContextManager[Forks | None]:
     """Load torch; then hear signals, and where the ranks may be forks have who forks them."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
-    _spare_threads(nproc or 1)
+    spare_threads(nproc or 1)
     import torch  # noqa: F401
 
     forks = Forks(relay.restore) if can_fork(command) else contextlib.nullcontext()
     relay.listen()
     return forks
-
-
-def _spare_threads(nproc: int) -> None:
-    """Have each of several processes compute in one thread, as torchrun does."""
-    if nproc > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @contextlib.contextmanager
@@ -164,7 +158,7 @@ def _meeting(
 ) -> Meeting:
     """This launcher's part in the meetings of all nodes."""
     allow_connections(2 * nodes.most * nproc)  # of the store, and ranks inherit the limit
-    _spare_threads(nproc)
+    spare_threads(nproc)
     from megapipe.launch.meeting import Meeting
 
     logging.disable(logging.CRITICAL)  # the agent's account of each signal and failure

@@ -8,6 +8,7 @@ many there are, is refused: each would else train the whole model alone.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -80,6 +81,13 @@ _OTHERS = (
     "MV2_COMM_WORLD_RANK",
 )
 """Ranks by launchers whose other variables are not read: PMIx, Cray, Flux, LSF, MVAPICH2."""
+
+
+def spare_threads(local_world: int) -> None:
+    """Have each of several processes of a host compute in one thread, as torchrun does, if the
+    environment does not say otherwise. torch reads it when it is loaded."""
+    if local_world > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:

@@ -46,6 +46,7 @@ def train(argv: Sequence[str]) -> int:
                 except MegapipeError:
                     info = place.likely_place(os.environ)
                     raise
+            place.spare_threads(info.local_world)
             # below here, as they take a second, in which a signal may come
             from megapipe import cli
             from megapipe.help import help_text
