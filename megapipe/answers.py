@@ -15,9 +15,7 @@ class Mute(TimeoutError):
     """A call has not come back in time, or something does not answer as it should."""
 
 
-def within(
-    seconds: float, call: Callable[[], T], *, more: Callable[[], float] = lambda: 0.0
-) -> T:
+def within(seconds: float, call: Callable[[], T], *, more: Callable[[], float] = lambda: 0.0) -> T:
     """The result of a call, which has a thread of its own; raises what the call raises.
 
     Raises :class:`Mute` after `seconds`, and those that `more` then gives. The call is left behind,

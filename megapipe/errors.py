@@ -8,10 +8,11 @@ code  meaning
 ====  ====================================================================
 0     done
 1     a bug: an unexpected exception, with its traceback; in a callback, one line
-2     configuration or command line
+2     configuration or command line; a number of processes that does not fit it, or a run folder
+      that another job has
 3     data: corpus, token files, tokenizer
-4     launch: world size, rendezvous, a loopback interface that is down, ranks that disagree, a
-      run folder that another job has
+4     launch: rendezvous, a loopback interface that is down, ranks that disagree, a lost peer, a
+      run folder that another job has taken over
 5     checkpoint: missing, damaged, or of another model
 6     numerics: loss or gradient is not finite
 7     memory of a device or of the host is used up

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megapipe import heartbeat
-from megapipe.errors import CheckpointError, LaunchError
+from megapipe.errors import CheckpointError, ConfigError, LaunchError
 
 LOCK, OWNER = "lock", "owner"
 
@@ -23,7 +23,7 @@ LOCK, OWNER = "lock", "owner"
 class RunLock:
     """The right of this process' job to write into the run folder `folder`.
 
-    Raises LaunchError if another job has it, OSError if the folder cannot be written.
+    Raises ConfigError if another job has it, OSError if the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,9 +70,9 @@ class RunLock:
             self.taken_over = watch.owner
             return own
 
-    def _refusal(self, owner: heartbeat.Owner) -> LaunchError:
+    def _refusal(self, owner: heartbeat.Owner) -> ConfigError:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(owner.since))
-        return LaunchError(
+        return ConfigError(
             f"run.folder: {self.folder} is in use by {owner} since {since}: end that job first, or "
             "choose another run.name"
         )
@@ -89,7 +89,12 @@ class RunLock:
                 f"run.folder: {self.folder} cannot be read any more: {error.strerror}: nothing "
                 "more is written"
             ) from None
-        owner = heartbeat.read(others[-1] / OWNER) if others else None
+        if not others:
+            raise CheckpointError(
+                f"run.folder: {self.folder} was removed, or what a run keeps other jobs out with: "
+                "nothing more is written"
+            )
+        owner = heartbeat.read(others[-1] / OWNER)
         raise LaunchError(
             f"run.folder: {self.folder} was taken over by {owner or 'another job'} while this "
             "one gave no sign of life: nothing more is written"

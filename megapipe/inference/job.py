@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megapipe.command_line import INTERRUPTED, TRACEBACK, Parser, begin_program, load
-from megapipe.errors import ConfigError, LaunchError, MegapipeError, OutOfMemory
+from megapipe.errors import ConfigError, MegapipeError, OutOfMemory
 from megapipe.launch import devices, place, rendezvous
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.shutdown import Shutdown, end_early, end_now
@@ -83,7 +83,7 @@ def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
         if value < 1:
             raise ConfigError(f"{option} {value}: expected at least 1")
     if tp * pp != info.world:
-        raise LaunchError(
+        raise ConfigError(
             f"{counted(info.world, 'process')} for --tp {tp} x --pp {pp}: expected {tp * pp}, as "
             f"python -m megapipe.launch --nproc {tp * pp} starts them"
         )

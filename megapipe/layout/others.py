@@ -6,7 +6,7 @@ from typing import Any
 
 from megapipe.config import Config
 from megapipe.context_config import ContextConfig
-from megapipe.errors import LaunchError
+from megapipe.errors import ConfigError
 from megapipe.experts_config import ExpertsConfig
 from megapipe.layout.expert_copies import without_maps
 
@@ -15,7 +15,7 @@ def for_processes(config: Config, world: int | None) -> Config:
     """The configuration with the first of ``parallel.layouts`` that `world` processes can have,
     where they cannot have what it says otherwise; None: any number can be had.
 
-    Raises :class:`LaunchError` if none of several layouts is possible.
+    Raises :class:`ConfigError` if none of several layouts is possible.
     """
     others = config.parallel.layouts
     if world is None or not others or _is_possible(config, world):
@@ -24,7 +24,7 @@ def for_processes(config: Config, world: int | None) -> Config:
         made = with_layout(config, name)
         if _is_possible(made, world):
             return made
-    raise LaunchError(
+    raise ConfigError(
         f"world size {world}: neither parallel.dp, cp, tp and pp nor one of parallel.layouts "
         f"({', '.join(others)}) fits it with train.global_batch={config.train.global_batch}"
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from megapipe.config import Config
-from megapipe.errors import ConfigError, LaunchError, MegapipeError, ScheduleError
+from megapipe.errors import ConfigError, MegapipeError, ScheduleError
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
 from megapipe.layout.checks import check, check_compile, check_slices, check_urls
 from megapipe.layout.context_checks import check_context, check_keep_attention, split_of
@@ -69,7 +69,7 @@ def resolve(
     `before` is the layout of `config` if that was resolved before: making a schedule and proving it
     may take seconds, so its schedule is kept unless the tokenizer or the device changes it.
 
-    Raises :class:`ConfigError` (:class:`LaunchError` for a wrong number of processes), in one
+    Raises :class:`ConfigError`, also for a wrong number of processes, in one
     line that begins with `where`.
     """
     try:
@@ -215,7 +215,7 @@ def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, i
         dp = parallel.dp or 1
     elif parallel.dp is None:
         if world % inner:
-            raise LaunchError(
+            raise ConfigError(
                 f"world size {world} does not divide into {factors}: expected a multiple of {inner}"
                 f"; {_start_with(inner)}"
             )
@@ -223,7 +223,7 @@ def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, i
     else:
         dp = parallel.dp
         if world != dp * inner:
-            raise LaunchError(
+            raise ConfigError(
                 f"world size {world} for dp {dp} x {factors}: expected {dp * inner}; "
                 f"{_start_with(dp * inner)}"
             )

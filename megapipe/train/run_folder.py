@@ -108,7 +108,7 @@ def take(
 
     Leftovers of killed saves are removed, and a store for `checkpoints` has to take an object. The
     first process of each node looks whether it sees what rank 0 has written. Raises
-    :class:`ConfigError` or CheckpointError on all ranks, LaunchError where another job has the
+    :class:`ConfigError` or CheckpointError on all ranks, ConfigError too where another job has the
     folder.
     """
     folder, error = RunFolder(path, elsewhere=checkpoints), None

@@ -81,7 +81,7 @@ def test_a_second_job_leaves_the_first_one_alone(tmp_path: Path) -> None:
         with Job(tmp_path / "second") as second:
             second.start(launch)
             other = second.end()
-        other.assert_one_line(4, "runs/run is in use by process ", "end that job first")
+        other.assert_one_line(2, "runs/run is in use by process ", "end that job first")
         assert "starting again" not in other.text
         launcher.send_signal(signal.SIGTERM)
         outcome = first.end()

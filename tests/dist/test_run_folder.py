@@ -16,7 +16,7 @@ from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.distributed.mesh import Grid
-from megapipe.errors import ConfigError, DataError, LaunchError, MegapipeError
+from megapipe.errors import ConfigError, DataError, MegapipeError
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
@@ -93,7 +93,7 @@ def test_ranks_refuse_what_is_not_one_run(tmp_path: Path) -> None:
     lock.release()
     held, unseen, other, turned, end, long, *same = zip(*ranks, strict=True)
     for kind, text in held:
-        assert kind is LaunchError
+        assert kind is ConfigError
         assert f"{taken} is in use by process {os.getpid()}" in text
     for kind, text in unseen:
         assert kind is ConfigError

@@ -57,7 +57,7 @@ def pointer_of(root: Place) -> str | None:
 
 @contextmanager
 def alone_in(root: Path) -> Iterator[None]:
-    """Keep jobs out of the run of these checkpoints. Raises LaunchError while one is under way, and
+    """Keep jobs out of the run of these checkpoints. Raises ConfigError while one is under way, and
     CheckpointError where nothing can be written."""
     try:
         lock = RunLock(root.parent if root.name == OF_A_RUN else root)

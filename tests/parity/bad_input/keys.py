@@ -81,11 +81,11 @@ PARALLEL = [
     Bad("parallel.sequence_parallel cuts unevenly",
         "parallel.tp=2 parallel.sequence_parallel=true train.sequence_length=15", 2,
         ("train.sequence_length=15 is not divisible by parallel.tp=2", "such as 14 or 16")),
-    Bad("a world that the layout does not divide", "parallel.pp=3", 4,
+    Bad("a world that the layout does not divide", "parallel.pp=3", 2,
         ("world size 2 does not divide into pp 3", "expected a multiple of 3", "--nproc 3")),
-    Bad("a world of another size", "parallel.dp=4", 4,
+    Bad("a world of another size", "parallel.dp=4", 2,
         ("world size 2 for dp 4", "expected 4", "--nproc 4")),
-    Bad("three ranks for two", "parallel.tp=2", 4,
+    Bad("three ranks for two", "parallel.tp=2", 2,
         ("world size 3 does not divide", "multiple of 2"), ranks=3),
 ]  # fmt: skip
 CONTEXT = [

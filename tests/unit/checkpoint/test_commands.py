@@ -206,7 +206,7 @@ def test_nothing_is_removed_while_a_job_has_the_run(tmp_path, capsys, command):
     (tmp_path / "checkpoints" / ".staging-3").mkdir()
     lock = RunLock(tmp_path)
     name, *rest = command
-    assert "is in use by" in out_of(capsys, name, tmp_path, *rest, code=4)
+    assert "is in use by" in out_of(capsys, name, tmp_path, *rest, code=2)
     assert (tmp_path / "checkpoints" / ".staging-3").exists()
     lock.release()
     out_of(capsys, name, tmp_path, *rest)

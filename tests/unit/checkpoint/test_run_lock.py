@@ -15,7 +15,7 @@ import pytest
 
 from megapipe import heartbeat
 from megapipe.checkpoint.run_lock import OWNER, RunLock
-from megapipe.errors import CheckpointError, LaunchError
+from megapipe.errors import CheckpointError, ConfigError, LaunchError
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def leave(folder: Path, owner: heartbeat.Owner, number: int = 1) -> Path:
 def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     first = RunLock(tmp_path)
     words = rf"{re.escape(str(tmp_path))} is in use by process {os.getpid()} on .* since 20.* UTC"
-    with pytest.raises(LaunchError, match=words):
+    with pytest.raises(ConfigError, match=words):
         RunLock(tmp_path)
     first.check()
     first.release()
@@ -49,13 +49,13 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
 
 def test_of_many_that_begin_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     leave(tmp_path, replace(heartbeat.Owner.me(), began=1.0))
-    barrier, found = threading.Barrier(8), list[RunLock | LaunchError]()
+    barrier, found = threading.Barrier(8), list[RunLock | ConfigError]()
 
     def begin() -> None:
         barrier.wait(10)
         try:
             found.append(RunLock(tmp_path))
-        except LaunchError as error:
+        except ConfigError as error:
             found.append(error)
 
     threads = [threading.Thread(target=begin) for _ in range(8)]
@@ -112,7 +112,7 @@ def test_a_job_elsewhere_that_counts_keeps_the_folder(
     thread = threading.Thread(target=count)
     thread.start()
     try:
-        with pytest.raises(LaunchError, match="on far since 1970-01-01 00:00:00 UTC"):
+        with pytest.raises(ConfigError, match="on far since 1970-01-01 00:00:00 UTC"):
             RunLock(tmp_path)
     finally:
         ended.set()
@@ -135,7 +135,7 @@ def test_a_number_that_a_third_job_was_given_meanwhile_is_its_own(
         real(path, *args, **options)
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    with pytest.raises(LaunchError, match="is in use by"):
+    with pytest.raises(ConfigError, match="is in use by"):
         RunLock(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".lock.1"]
 
@@ -158,3 +158,13 @@ def test_a_folder_that_was_removed_under_a_job_is_one_line(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"run cannot be read any more: No such file or dir"):
         lock.check()
     lock.release()
+
+
+def test_a_run_folder_that_is_removed_and_made_again_was_not_taken_over(tmp_path: Path) -> None:
+    """As by a writer that makes the folders of its file."""
+    (run := tmp_path / "run").mkdir()
+    lock = RunLock(run)
+    shutil.rmtree(run)
+    run.mkdir()
+    with pytest.raises(CheckpointError, match=r"/run was removed, or "):
+        lock.check()

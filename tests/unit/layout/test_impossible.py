@@ -4,7 +4,7 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.config import Config
-from megapipe.errors import ConfigError, LaunchError
+from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 
 BASE = ("model.layers=8", "model.heads=8", "model.hidden=64", "train.global_batch=48")
@@ -337,6 +337,6 @@ def test_the_share_for_a_warm_up_that_is_named_is_one() -> None:
     ],
 )
 def test_wrong_world(overrides: list[str], world: int, words: str) -> None:
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(ConfigError) as caught:
         resolve(configure(*overrides), world, None, where="x.yaml")
     assert str(caught.value) == f"x.yaml: {words}"

@@ -3,7 +3,7 @@
 import pytest
 
 from megapipe.cli import parse
-from megapipe.errors import ConfigError, LaunchError
+from megapipe.errors import ConfigError
 from megapipe.layout.fallbacks import check_layouts
 from megapipe.layout.resolve import resolve
 
@@ -39,7 +39,7 @@ def test_the_first_that_fits(
 
 def test_the_batch_has_to_divide() -> None:
     """12 processes are 3 replicas of pp 2 x tp 2, and 12 of one process."""
-    with pytest.raises(LaunchError, match=r"world size 12: neither .* \(half, one\) fits it with"):
+    with pytest.raises(ConfigError, match=r"world size 12: neither .* \(half, one\) fits it with"):
         resolve(parse(GIVEN).config, 12, 257)
 
 
@@ -47,12 +47,12 @@ def test_a_given_dp_counts() -> None:
     config = parse([*GIVEN, "parallel.dp=1", "parallel.layouts.half.dp=1"]).config
     assert resolve(config, 8, 257)[1].dp == 1
     assert resolve(config, 4, 257)[1].pp == 2
-    with pytest.raises(LaunchError, match="world size 16"):
+    with pytest.raises(ConfigError, match="world size 16"):
         resolve(config, 16, 257)
 
 
 def test_without_others_the_error_says_more() -> None:
-    with pytest.raises(LaunchError, match=r"world size 4 does not divide into pp 4 x cp 1 x tp 2"):
+    with pytest.raises(ConfigError, match=r"world size 4 does not divide into pp 4 x cp 1 x tp 2"):
         resolve(parse(GIVEN[:7]).config, 4, 257)
     with pytest.raises(ConfigError, match=r"train.global_batch=16 is not divisible"):
         resolve(parse(GIVEN[:7]).config, 24, 257)

@@ -153,6 +153,12 @@ WSD = {"optimizer.schedule": "wsd"}
 SHORT = {**WSD, "optimizer.decay_steps": 4}
 LATE = "goes back to 0.01, its peak, in the next one"
 
+CONSTANT: dict[str, Any] = {
+    "optimizer.schedule": "constant",
+    "optimizer.min_lr": 3e-05,
+    "optimizer.decay_steps": None,
+}
+
 
 @pytest.mark.parametrize(
     ("step", "before", "now", "told"),
@@ -177,7 +183,7 @@ LATE = "goes back to 0.01, its peak, in the next one"
         ),
         (8, {"train.steps": 12, **SHORT}, {"optimizer.decay_steps": 2}, None),
         (10, {"train.steps": 12, **SHORT}, {"optimizer.decay_steps": 1}, f"0.00505 by.* {LATE}"),
-        (10, {"train.steps": 12, **SHORT}, {"optimizer.schedule": "constant"}, LATE),
+        (10, {"train.steps": 12, **SHORT}, CONSTANT, LATE),
         (51, {"train.steps": 101, "optimizer.schedule": "linear"}, {"train.steps": 202}, "goes"),
         (51, {"train.steps": 101, "optimizer.schedule": "linear"}, {"train.steps": 90}, None),
         (51, {"train.steps": 101, "optimizer.schedule": "linear"}, {"optimizer.lr": 0.02}, None),
@@ -191,7 +197,8 @@ def test_a_decay_that_is_taken_back_is_told(
     """A run goes on after `step` with other keys than those from `before`."""
     usual = {"optimizer.lr": 0.01, "optimizer.min_lr": 0.0001, "optimizer.warmup_steps": 0}
     before = usual | before
-    run = begun(*(f"{key}={value}" for key, value in (before | now).items()))
+    given = {key: "null" if value is None else value for key, value in (before | now).items()}
+    run = begun(*(f"{key}={value}" for key, value in given.items()))
     run.first_step = step
     changes = [Change(key, before[key], value) for key, value in now.items()]
     lines = list(_of_decay(run, changes))
