@@ -12,13 +12,21 @@ class TensorboardSink:
     name = "tensorboard"
 
     def __init__(self, run_folder: Path) -> None:
+        self._folder = str(make_folder(run_folder, self.name))
+        self._step = 0
+        self._open()
+
+    def _open(self, purge_step: int | None = None) -> None:
+        """Begin a file, which hides what others have of `purge_step` and later ones."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(make_folder(run_folder, self.name)))
-        self._step = 0
+        self._writer = SummaryWriter(self._folder, purge_step=purge_step)
 
     def step(self, record: StepRecord) -> None:
-        """Write one step's scalars."""
+        """Write one step's scalars, in the place of those from before a start or a rewind."""
+        if record.step <= self._step or (self._step == 0 and record.step > 1):
+            self._writer.close()
+            self._open(record.step)
         self._step = record.step
         for name, value in record.metrics().items():
             self._writer.add_scalar(name, value, record.step)

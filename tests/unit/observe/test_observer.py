@@ -144,6 +144,21 @@ def test_tensorboard_events_hold_the_metrics(tmp_path, make_record):
     assert [event.value for event in events.Scalars("validation/loss")] == [2.5]
 
 
+def test_tensorboard_shows_steps_that_are_made_again_once(tmp_path, make_record):
+    """By a start that goes on after step 2 of 4, and by a rewind to step 3."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in ((1, 2, 3, 4), (3, 4, 5, 4, 5)):
+        observer = build_sinks(Config(log=LogConfig(tensorboard=True)), tmp_path, {})
+        observer.note("begins")
+        for number, step in enumerate(steps):
+            observer.step(make_record(step=step, loss=float(number), mfu=None))
+        observer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0), (5, 4.0)]
+
+
 def test_wandb_gets_no_secrets():
     from megapipe.observe.wandb import public
 
