@@ -70,6 +70,10 @@ class Command:
     """Where the values come from, for messages about several keys: a file, the command line."""
 
 
+_PARTS = ("data.subset", "data.dataset_split")
+"""Keys that name a part of a file's `data.source`: another one on the command line has its own."""
+
+
 @dataclass(frozen=True)
 class _Given:
     """A value as the user gave it, and where."""
@@ -135,6 +139,8 @@ def parse(argv: Sequence[str]) -> Command:
             given = _without(given, key)
         else:
             given += _override(key, text)
+    if any(each.key == "data.source" and each.where == COMMAND_LINE for each in given):
+        given = [each for each in given if each.key not in _PARTS or each.where == COMMAND_LINE]
     where = " and ".join(
         filter(None, (path and printable(path), "command line" if assignments else None))
     )

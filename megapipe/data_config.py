@@ -81,7 +81,8 @@ class DataConfig(Section):
     """Weights of a mixture are raised to the power of 1 / temperature: above 1, small sources
     are taken more often."""
     subset: str | None = None
-    """Configuration name of a hub data set, or of a folder that is read as one; files have none."""
+    """Configuration name of a hub data set, or of a folder that is read as one; files have none. A
+    `source` on the command line comes without this and `dataset_split` of a configuration file."""
     dataset_split: str | None = None
     """Split of a data set on the hub or saved by `datasets`; default: train. Where it is given, any
     folder is read as `datasets` reads one of the hub, with its splits; a file has none."""

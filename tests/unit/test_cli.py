@@ -443,3 +443,16 @@ def test_a_path_may_begin_with_the_home_folder(key: str, monkeypatch: pytest.Mon
         for name in key.split("."):
             config = config[name] if isinstance(config, dict) else getattr(config, name)
         assert config == path
+
+
+def test_another_source_comes_without_the_parts_of_the_file_s(tmp_path: Path) -> None:
+    """They name a subset and a split of that one, and a text has none."""
+    (file := tmp_path / "a.yaml").write_text(
+        "data:\n  source: hub/set\n  subset: big\n  dataset_split: a\n  text_field: body\n"
+    )
+    data = cli.parse([str(file), "data.source=mine.jsonl"]).config.data
+    assert (data.subset, data.dataset_split, data.text_field) == (None, None, "body")
+    data = cli.parse([str(file), "data.source=other/set", "data.subset=small"]).config.data
+    assert (data.subset, data.dataset_split) == ("small", None)
+    data = cli.parse([str(file), "train.steps=3"]).config.data
+    assert (data.subset, data.dataset_split) == ("big", "a")
