@@ -29,7 +29,8 @@ def within(seconds: float, call: Callable[[], T], *, more: Callable[[], float] =
         except BaseException as error:
             answer.put((None, error))
 
-    threading.Thread(target=run, daemon=True).start()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
     began = time.monotonic()
     while True:
         left = began + seconds + more() - time.monotonic()
@@ -40,6 +41,7 @@ def within(seconds: float, call: Callable[[], T], *, more: Callable[[], float] =
             limit = seconds + more()
             if began + limit <= time.monotonic():
                 raise Mute(f"no answer in {limit:.3g} s") from None
+    thread.join()  # else it may be what frees tensors that `call` leads to, while Python ends
     if error is not None:
         raise error
     return cast(T, result)

@@ -28,8 +28,10 @@ def unless_within(seconds: float, end: Callable[[], object]) -> Iterator[None]:
         if not done.wait(SLICE_S):  # the block may have waited for this process to go on
             end()
 
-    threading.Thread(target=count, daemon=True).start()
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         done.set()
+        thread.join()  # else it may be what frees tensors that `end` leads to, while Python ends

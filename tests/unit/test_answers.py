@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -32,3 +33,29 @@ def test_a_call_that_does_neither() -> None:
         within(0.2, over.wait)
     assert time.monotonic() - began >= 0.2
     over.set()
+
+
+class Call:
+    """A call that may hold tensors."""
+
+    def __call__(self) -> int:
+        return 1
+
+
+class LateThread(threading.Thread):
+    """A thread that a busy machine does not let end at once."""
+
+    def run(self) -> None:
+        self._target()  # type: ignore[attr-defined]
+        time.sleep(0.2)
+        del self._target  # type: ignore[attr-defined]
+
+
+def test_a_call_that_came_back_is_held_by_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is the last to let go of a tensor aborts the process if Python ends by then."""
+    monkeypatch.setattr(threading, "Thread", LateThread)
+    call = Call()
+    seen = weakref.ref(call)
+    assert within(5, call) == 1
+    del call
+    assert seen() is None
