@@ -12,7 +12,6 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import Any, NoReturn, Protocol, TextIO
 
 from megapipe.errors import ConfigError, MegapipeError, Preempted
@@ -204,10 +203,11 @@ def _write(text: str) -> None:
             print(text, end="", file=sys.stderr, flush=True)
 
 
-def load(package: str) -> Any:
-    """Import a package that takes seconds to load, and say so before."""
-    with phase(f"loading {package}") if package not in sys.modules else contextlib.nullcontext():
-        return import_module(package)
+def load_torch() -> None:
+    """Import torch, which takes seconds, and say so before."""
+    if "torch" not in sys.modules:
+        with phase("loading torch"):
+            import torch  # noqa: F401
 
 
 def say(error: MegapipeError, *, trace: bool = False) -> None:

@@ -34,7 +34,7 @@ _megapipe() {{
     {pattern})
       rest=_megapipe_${{command//-/_}}
       {{
-        type "$rest" > /dev/null || eval "$({program} completion {shell} "$command")"
+        type "$rest" > /dev/null || eval "$({program} completion {kind} "$command")"
         "$rest"
       }} 2> /dev/null
       ;;
@@ -90,7 +90,7 @@ def script(shell: str, commands: Sequence[str]) -> str:
         commands=" ".join(commands),
         pattern="|".join(commands),
         program=shlex.join([sys.executable, "-m", "megapipe"]),
-        shell=shell,
+        kind=shell,
     )
     return (ZSH if shell == "zsh" else "") + text
 

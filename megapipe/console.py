@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 import megapipe
-from megapipe.command_line import load, quiet_interrupts
+from megapipe.command_line import load_torch, quiet_interrupts
 
 COMMANDS = {
     "train": ("megapipe.train.main", "train a model, or show its plan (--dry-run)"),
@@ -58,7 +58,7 @@ def main() -> int:
     sys.argv = [f"megapipe {name}", *rest]  # argparse takes a program's name from here
     with quiet_interrupts():
         if name in LOAD_TORCH:
-            load("torch")
+            load_torch()
         return import_module(COMMANDS[name][0]).main(rest)
 
 

@@ -2,11 +2,11 @@
 
 import sys
 
-from megapipe.command_line import load, quiet_interrupts
+from megapipe.command_line import load_torch, quiet_interrupts
 
 if __name__ == "__main__":
     with quiet_interrupts():
-        load("torch")
+        load_torch()
         from megapipe.evaluate.commands import main
 
         sys.exit(main(sys.argv[1:]))

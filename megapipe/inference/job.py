@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megapipe.command_line import INTERRUPTED, TRACEBACK, Parser, begin_program, load
+from megapipe.command_line import INTERRUPTED, TRACEBACK, Parser, begin_program, load_torch
 from megapipe.errors import ConfigError, MegapipeError, OutOfMemory
 from megapipe.launch import devices, place, rendezvous
 from megapipe.launch.place import LaunchInfo
@@ -95,7 +95,7 @@ def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
 def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo, *, trace: bool) -> int:
     """Meet the other processes and do it; returns the exit code."""
     if info.rank == 0:
-        load("torch")
+        load_torch()
     import torch
 
     from megapipe.distributed.mesh import Grid, ParallelMesh

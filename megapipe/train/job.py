@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megapipe import heartbeat
 from megapipe.cli import Command, flatten, show
-from megapipe.command_line import load, phase
+from megapipe.command_line import load_torch, phase
 from megapipe.config import Config
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.environment import set_environment
@@ -92,7 +92,7 @@ def start(
         check_timeable(config, layout.schedule.slices)
     # torch is loaded after the configuration is known to be right, unless code of the user's has
     if info.rank == 0:
-        load("torch")
+        load_torch()
     import torch
 
     from megapipe.distributed.flight import flight_record

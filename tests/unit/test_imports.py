@@ -270,7 +270,7 @@ def test_commands_that_load_torch_to_begin_with_say_so() -> None:
     heavy = {name for name, (of, _) in COMMANDS.items() if "torch" in loads(of, set())}
     assert heavy == set(LOAD_TORCH)
     for path in (PACKAGE.parent / "scripts").glob("*.py"):
-        says = '        load("torch")\n' in path.read_text(encoding="utf-8")
+        says = "        load_torch()\n" in path.read_text(encoding="utf-8")
         assert says == (path.stem in LOAD_TORCH), path
 
 

@@ -45,6 +45,7 @@ EXCEPTIONS = {
     ("user_code.py", "importlib.import_module"),
     ("ops/probe.py", "importlib.import_module"),
     ("console.py", "import_module"),
+    ("completion.py", "import_module"),
     ("__init__.py", "import_module"),
     ("launch/forks.py", "importlib.import_module"),
     # train.py beside this package, and this package
