@@ -15,6 +15,8 @@ UNIT = Path(__file__).parent / "unit"
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+os.environ.pop("COLUMNS", None)  # of whoever looks at the tests
+
 # a shell that starts a job in the background has it ignore Ctrl-C, which children inherit
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
