@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.stand_ins import write_program
+from tests.parity.stand_ins import write_program
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.stand_ins import write_program
+from tests.parity.stand_ins import write_program
 from tests.parity.marks import in_parts
 
 pytestmark = pytest.mark.full

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.stand_ins import write_program
+from tests.parity.stand_ins import write_program
 from tests.parity.marks import in_parts
 from tests.running import lowest_packages, python_versions
 

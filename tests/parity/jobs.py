@@ -69,6 +69,11 @@ def arguments(settings: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
+def clean_environ() -> dict[str, str]:
+    """The environment of this process without what a launcher of it has set."""
+    return {key: value for key, value in os.environ.items() if not LAUNCHERS.match(key)}
+
+
 def free_port() -> int:
     """A port that nothing listens on, below those that the system hands to connections.
 
@@ -130,12 +135,11 @@ class Job:
     def start(
         self, command: Sequence[str], environ: Mapping[str, str] | None = None, **options: object
     ) -> subprocess.Popen[bytes]:
-        clean = {key: value for key, value in os.environ.items() if not LAUNCHERS.match(key)}
         given = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: self.mark}
         with self.output.open("ab") as out:
             process = subprocess.Popen(
                 [sys.executable, *command],
-                env={**clean, **given, **(environ or {})},
+                env={**clean_environ(), **given, **(environ or {})},
                 **{
                     "cwd": ROOT,
                     "stdin": subprocess.DEVNULL,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.stand_ins import write_program
+from tests.parity.stand_ins import write_program
 from tests.running import lowest_python, python_versions
 
 pytestmark = pytest.mark.full

@@ -1,0 +1,193 @@
+"""scripts/slurm/train.sbatch on a real SLURM: two nodes of two processes each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import held
+from tests.cluster.hosts import Host
+from tests.cluster.slurm import SCRIPT, Cluster, SlurmJob
+from tests.parity.jobs import ROOT, arguments, tiny
+from tests.parity.marks import in_parts
+from tests.parity.stand_ins import write_interpreter
+from tests.parity.stopped_runs import assert_same_files, checkpoint
+
+pytestmark = pytest.mark.full
+STEPS, EVERY = 9, 3
+STOPPED = held.STEP + 1
+"""A step asks for a stop before it is held."""
+SETTINGS = {
+    "optimizer.schedule": "held:rate",
+    "model.dropout": "0.1",
+    "parallel.pp": "2",
+    "train.steps": str(STEPS),
+    "checkpoint.every": str(EVERY),
+    "checkpoint.keep": "9",
+    "log.every": "1",
+}
+HELD = [f"held.{rank}" for rank in range(4)]
+Submit = Callable[..., SlurmJob]
+
+
+def project(folder: Path, *, hold: bool = False) -> Path:
+    """A folder from which jobs can be submitted."""
+    folder.mkdir(exist_ok=True)
+    write_interpreter(folder)
+    (folder / "train.py").symlink_to(ROOT / "train.py")
+    shutil.copy(Path(held.__file__), folder)
+    if hold:
+        (folder / "hold").touch()
+    return folder
+
+
+def submit(cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...] = ()) -> SlurmJob:
+    """A job of the run in the folder, where later words win over the settings of all."""
+    given = arguments({**tiny(folder), **SETTINGS})
+    return cluster.submit(folder, "--gpus-per-node=2", *options, SCRIPT, *given, *words)
+
+
+@pytest.fixture
+def start(cluster: Cluster, tmp_path: Path) -> Callable[..., SlurmJob]:
+    """Begin a job whose ranks are all in the step where they are held."""
+
+    def begin(*options: str) -> SlurmJob:
+        job = submit(cluster, project(tmp_path, hold=True), options=options)
+        job.await_files(*HELD)
+        return job
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> SlurmJob:
+    """A job that is left alone."""
+    job = submit(cluster, project(tmp_path_factory.mktemp("whole")))
+    job.await_end()
+    return job
+
+
+def steps(job: SlurmJob) -> list[tuple[int, float, float]]:
+    """Each step that the job's run has logged, with loss and gradient norm."""
+    records = map(json.loads, (job.folder / "runs/run/log.jsonl").read_text().splitlines())
+    return [(x["step"], x["loss"], x["grad_norm"]) for x in records if "grad_norm" in x]
+
+
+def saved(job: SlurmJob) -> list[int]:
+    """The steps of the job's checkpoints."""
+    found = (job.folder / "runs/run/checkpoints").glob("step-*")
+    return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+
+def assert_goes_on(job: SlurmJob, whole: SlurmJob, restarts: int) -> None:
+    """Queued again, it ends as the job that is left alone, and has taken no step twice."""
+    job.await_requeue(restarts)
+    assert saved(job) == [EVERY, STOPPED], job.log
+    (job.folder / "hold").unlink()
+    job.begin_now()
+    assert_ends_as(job, whole, restarts)
+    assert f"at step {STOPPED} of {STEPS}" in job.log
+    assert steps(job) == steps(whole)
+
+
+def assert_ends_as(job: SlurmJob, whole: SlurmJob, restarts: int) -> None:
+    """It ends well, with the weights of the job that is left alone."""
+    job.await_end(restarts)
+    assert job.end == ("COMPLETED", "0:0", str(restarts)), job.log
+    assert_same_files(*(checkpoint(each.folder, "run", STEPS) for each in (job, whole)))
+
+
+def test_a_job(whole: SlurmJob) -> None:
+    assert whole.end == ("COMPLETED", "0:0", "0"), whole.log
+    assert "pp 2 x dp 2 x cp 1 x tp 1, 4 processes" in whole.log
+    assert saved(whole) == list(range(EVERY, STEPS + 1, EVERY))
+    assert [step for step, *_ in steps(whole)] == list(range(1, STEPS + 1))
+    assert {path.name for path in whole.folder.glob("megapipe-*")} == {
+        f"megapipe-{whole.number}.log"
+    }
+
+
+def test_mistakes(cluster: Cluster, tmp_path: Path) -> None:
+    """Each node has its own launcher, and they end in any order."""
+    folder = project(tmp_path)
+    for job in [submit(cluster, folder, "train.lr=3") for _ in range(3)]:
+        job.await_end()
+        assert job.end == ("FAILED", "2:0", "0"), job.log
+        assert job.log.count("command line: train.lr=3: unknown key") == 1, job.log
+        assert "Traceback" not in job.log
+
+
+@in_parts("options", [["--batch"], [], ["--full"]], full=[[]], ids=str)
+def test_a_notice(options: list[str], start: Submit, whole: SlurmJob) -> None:
+    """To the script, as of a time limit, to the launchers, or to all processes."""
+    job = start()
+    job.cancel("--signal=USR1", *options)
+    assert_goes_on(job, whole, 1)
+
+
+@pytest.mark.slow
+def test_a_time_limit(start: Submit, whole: SlurmJob) -> None:
+    """SLURM gives notice up to a minute earlier than it is asked to."""
+    assert_goes_on(start("--time=3", "--signal=B:USR1@60"), whole, 1)
+
+
+@pytest.mark.parametrize("partition", ["patient", "hasty"])
+def test_a_preemption(partition: str, cluster: Cluster, start: Submit, whole: SlurmJob) -> None:
+    job = start(f"--partition={partition}")
+    nodes = ",".join(host.name for host in job.nodes)
+    wanted = ("--partition=urgent", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null")
+    urgent = cluster.submit(job.folder, *wanted, "--wrap=true")
+    assert_goes_on(job, whole, 1)
+    assert urgent.end == ("COMPLETED", "0:0", "0")
+
+
+def test_a_job_that_is_cancelled(start: Submit) -> None:
+    job = start()
+    job.cancel()
+    job.await_end()
+    assert job.end[::2] == ("CANCELLED", "0")
+    assert saved(job) == [EVERY, STOPPED], job.log
+
+
+def test_a_killed_rank(start: Submit, whole: SlurmJob) -> None:
+    """The launchers start the run again within the job."""
+    job = start()
+    for pid in job.nodes[1].pids("rank 3"):
+        os.kill(pid, signal.SIGKILL)
+    (job.folder / "hold").unlink()
+    assert_ends_as(job, whole, 0)
+    assert job.log.count("starting again after step") == 1
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["of the script", "of a launcher"])
+def test_a_crashed_node(which: int, cluster: Cluster, start: Submit, whole: SlurmJob) -> None:
+    job = start()
+    crashed = job.nodes[which]
+    crashed.end()
+    (job.folder / "hold").unlink()
+    job.await_requeue(1)
+    cluster.boot(crashed.name)
+    job.begin_now()
+    assert_ends_as(job, whole, 1)
+
+
+def test_faults(cluster: Cluster, tmp_path: Path) -> None:
+    """The job is queued again three times; requeues by hand do not count."""
+    folder = project(tmp_path)
+    (folder / "train.py").unlink()
+    (folder / "train.py").write_text("import os; os.kill(os.getpid(), 9)")
+    job = submit(cluster, folder)
+    for restarts in (1, 2, 3):
+        job.await_requeue(restarts)
+        faults = folder / f"megapipe-{job.number}.faults"
+        assert faults.read_text() == "137\n" * restarts
+        job.begin_now()
+    job.await_end(3)
+    assert job.end == ("FAILED", "137:0", "3"), job.log
+    assert not faults.exists()
