@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from megapipe import presets, strict_yaml
 from megapipe.command_line import TRACEBACK
-from megapipe.config import Config
+from megapipe.config import TASK, TASK_VARIABLE, Config, lacks_task
 from megapipe.errors import ConfigError
 from megapipe.foreign import describe_file, describe_flag
 from megapipe.help import help_text, usage
@@ -363,6 +363,10 @@ def _config(given: Iterable[_Given]) -> Config:
             problems.append(item.problem(f"expected {expected(KEYS[item.key])}"))
         elif _has_nul(item.value):  # which no name of a file has
             problems.append(item.problem("expected text without a NUL"))
+        elif item.key == "run.name" and lacks_task(item.value):
+            problems.append(
+                item.problem(f"{TASK} is for job arrays: expected {TASK_VARIABLE} to be set")
+            )
         elif info is not None:
             known[item.key] = item
             _put(tree, item.key.split("."), item.value)

@@ -4,9 +4,10 @@ Loading (YAML, command line) is in :mod:`megapipe.cli`; this module imports no t
 value is reported before anything heavy starts.
 """
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megapipe.batch_ramp import BatchRamp
 from megapipe.checkpoint_config import CheckpointConfig
@@ -32,6 +33,21 @@ USUAL_WARMUP = 100
 """Default of ``optimizer.warmup_steps`` in runs that are long enough."""
 
 
+TASK, TASK_VARIABLE = "%a", "SLURM_ARRAY_TASK_ID"
+"""Stands for the task of a job array in the name of its run, as in names of SLURM's files."""
+
+
+def lacks_task(name: object) -> bool:
+    """Whether a name has a task where there is none."""
+    return isinstance(name, str) and TASK in name and TASK_VARIABLE not in os.environ
+
+
+def _with_task(name: object) -> object:
+    if not isinstance(name, str) or lacks_task(name):
+        return name
+    return name.replace(TASK, os.environ.get(TASK_VARIABLE, ""))
+
+
 def _no_link(name: str) -> str:
     if name == LATEST:
         raise ValueError("the name of a link")
@@ -43,6 +59,7 @@ class RunConfig(Section):
 
     name: Annotated[
         str,
+        BeforeValidator(_with_task),
         AfterValidator(_no_link),
         Expected(
             "up to 100 letters, digits, dots, underscores and dashes; a letter or digit first; not "
@@ -50,7 +67,8 @@ class RunConfig(Section):
         ),
     ] = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Name of the run; its folder is `folder`/`name`, and `folder`/latest a link to the run that
-    was started last."""
+    was started last. In a job array of SLURM's `%a` stands for the number of the task, so that each
+    has a run of its own."""
     folder: UserPath = "runs"
     """Folder that holds the runs."""
     seed: int = Field(1234, ge=0, lt=2**63)

@@ -116,6 +116,8 @@ def parse_mapping(text: str) -> list[Entry]:
 
 def parse_value(key: str, text: str) -> list[Entry]:
     """`text` as the value of `key`: one entry, or one per nested key of a mapping."""
+    if text.startswith("%"):  # a directive of a document, which no value has
+        return [Entry(key, text, 1)]
     node = _compose(text)
     if isinstance(node, yaml.MappingNode):
         return _entries(node, f"{key}.")

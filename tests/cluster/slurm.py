@@ -149,6 +149,13 @@ class SlurmJob:
     number: str
     folder: Path
     """From which it was submitted."""
+    name: str = "run"
+    """That of its run."""
+
+    @property
+    def run(self) -> Path:
+        """The folder of its run."""
+        return self.folder / "runs" / self.name
 
     def told(self, key: str) -> str:
         """What SLURM says of the job."""
@@ -194,6 +201,10 @@ class SlurmJob:
     def cancel(self, *options: str) -> None:
         """Cancel it, or with ``--signal`` send it a signal."""
         self.cluster.control.run("scancel", *options, self.number)
+
+    def release(self) -> None:
+        """Have a job that was submitted with ``--hold`` wait for its nodes."""
+        self.cluster.control.run("scontrol", "release", self.number)
 
     def begin_now(self) -> None:
         """Have a job that is queued again begin, which SLURM puts off for two minutes.

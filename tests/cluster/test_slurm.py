@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import held
-from tests.cluster.hosts import Host
 from tests.cluster.slurm import SCRIPT, Cluster, SlurmJob
 from tests.parity.jobs import ROOT, arguments, tiny
 from tests.parity.marks import in_parts
 from tests.parity.stand_ins import write_interpreter
-from tests.parity.stopped_runs import assert_same_files, checkpoint
+from tests.parity.stopped_runs import assert_same_files
 
 pytestmark = pytest.mark.full
 STEPS, EVERY = 9, 3
@@ -75,13 +74,13 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> SlurmJo
 
 def steps(job: SlurmJob) -> list[tuple[int, float, float]]:
     """Each step that the job's run has logged, with loss and gradient norm."""
-    records = map(json.loads, (job.folder / "runs/run/log.jsonl").read_text().splitlines())
+    records = map(json.loads, (job.run / "log.jsonl").read_text().splitlines())
     return [(x["step"], x["loss"], x["grad_norm"]) for x in records if "grad_norm" in x]
 
 
 def saved(job: SlurmJob) -> list[int]:
     """The steps of the job's checkpoints."""
-    found = (job.folder / "runs/run/checkpoints").glob("step-*")
+    found = (job.run / "checkpoints").glob("step-*")
     return sorted(int(path.name.removeprefix("step-")) for path in found)
 
 
@@ -100,7 +99,7 @@ def assert_ends_as(job: SlurmJob, whole: SlurmJob, restarts: int) -> None:
     """It ends well, with the weights of the job that is left alone."""
     job.await_end(restarts)
     assert job.end == ("COMPLETED", "0:0", str(restarts)), job.log
-    assert_same_files(*(checkpoint(each.folder, "run", STEPS) for each in (job, whole)))
+    assert_same_files(*(each.run / f"checkpoints/step-{STEPS:08d}" for each in (job, whole)))
 
 
 def test_a_job(whole: SlurmJob) -> None:
@@ -121,6 +120,27 @@ def test_mistakes(cluster: Cluster, tmp_path: Path) -> None:
         assert job.end == ("FAILED", "2:0", "0"), job.log
         assert job.log.count("command line: train.lr=3: unknown key") == 1, job.log
         assert "Traceback" not in job.log
+
+
+def test_another_folder(cluster: Cluster, tmp_path: Path) -> None:
+    """One that is not the root of the repository."""
+    job = submit(cluster, tmp_path)
+    job.await_end()
+    assert job.end == ("FAILED", "2:0", "0"), job.log
+    assert job.log == (
+        f"megapipe: error: {tmp_path} has no train.py, or no .venv/bin/python: submit from the "
+        "root of the repository\n"
+    )
+
+
+def test_an_array(cluster: Cluster, tmp_path: Path, whole: SlurmJob) -> None:
+    """Each task has a run of its own."""
+    array = submit(cluster, project(tmp_path), "run.name=run-%a", options=("--array=0-1",))
+    for task in ("0", "1"):
+        job = SlurmJob(cluster, f"{array.number}_{task}", tmp_path, f"run-{task}")
+        assert_ends_as(job, whole, 0)
+        assert steps(job) == steps(whole)
+        assert f"name: run-{task}\n" in (job.run / "config.yaml").read_text()
 
 
 @in_parts("options", [["--batch"], [], ["--full"]], full=[[]], ids=str)
@@ -165,29 +185,34 @@ def test_a_killed_rank(start: Submit, whole: SlurmJob) -> None:
     assert job.log.count("starting again after step") == 1
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["of the script", "of a launcher"])
+@in_parts("which", [0, 1], full=[1], ids=["of the script", "of a launcher"])
 def test_a_crashed_node(which: int, cluster: Cluster, start: Submit, whole: SlurmJob) -> None:
+    """SLURM queues the job again when it finds that the node is lost."""
     job = start()
     crashed = job.nodes[which]
     crashed.end()
     (job.folder / "hold").unlink()
     job.await_requeue(1)
+    assert not list(job.folder.glob("*.faults"))
     cluster.boot(crashed.name)
     job.begin_now()
     assert_ends_as(job, whole, 1)
 
 
-def test_faults(cluster: Cluster, tmp_path: Path) -> None:
-    """The job is queued again three times; requeues by hand do not count."""
+@in_parts("before", [0, 2], full=[2])
+def test_faults(before: int, cluster: Cluster, tmp_path: Path) -> None:
+    """After the third of its life the job is queued again, and after the fourth it is not."""
     folder = project(tmp_path)
     (folder / "train.py").unlink()
     (folder / "train.py").write_text("import os; os.kill(os.getpid(), 9)")
-    job = submit(cluster, folder)
-    for restarts in (1, 2, 3):
+    job = submit(cluster, folder, options=("--hold",))
+    faults = folder / f"megapipe-{job.number}.faults"
+    faults.write_text("137\n" * before)
+    job.release()
+    for restarts in range(1, 4 - before):
         job.await_requeue(restarts)
-        faults = folder / f"megapipe-{job.number}.faults"
-        assert faults.read_text() == "137\n" * restarts
+        assert faults.read_text() == "137\n" * (before + restarts), job.log
         job.begin_now()
-    job.await_end(3)
-    assert job.end == ("FAILED", "137:0", "3"), job.log
-    assert not faults.exists()
+    job.await_end(3 - before)
+    assert job.end == ("FAILED", "137:0", str(3 - before)), job.log
+    assert {path.name for path in folder.glob("megapipe-*")} == {f"megapipe-{job.number}.log"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.stand_ins import write_program
 from tests.parity.marks import in_parts
+from tests.parity.stand_ins import write_program
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.stand_ins import write_program
 from tests.parity.marks import in_parts
+from tests.parity.stand_ins import write_program
 from tests.running import lowest_packages, python_versions
 
 pytestmark = pytest.mark.full

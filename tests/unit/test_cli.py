@@ -105,6 +105,8 @@ def test_help_wins(argv: list[str], topic: str) -> None:
         ("run.deterministic=1", "run.deterministic=1: expected true or false"),
         ("run.name=..", "run.name=..: expected up to 100 letters, digits, dots, underscores and"),
         ("run.name=3", "run.name=3: expected up to 100 letters"),
+        ("run.name=a%a", "run.name=a%a: %a is for job arrays: expected SLURM_ARRAY_TASK_ID to be"),
+        ("run.name=%b", "run.name='%b': expected up to 100 letters"),
         ("optimizer.warmup_steps=2.0", "=2.0: expected a whole number of steps, a share of"),
         ("optimizer.warmup_steps=-0.1", "a share of train.steps below 1 such as 0.02, or null"),
         ("run.seed=9223372036854775808", "expected a whole number >= 0 and < 9223372036854775808"),
@@ -228,6 +230,14 @@ def test_what_a_file_says_can_be_taken_away(tmp_path: Path) -> None:
     given = ["model.norm=rmsnorm", "model.norm=unset", "model.layers=3"]
     assert cli.parse(given).config.model == ModelConfig(layers=3), "in the order of the arguments"
     assert cli.parse(['run.name="unset"']).config.run.name == "unset", "quoted it is a word"
+
+
+@pytest.mark.parametrize(("name", "run"), [("%a", "7"), ("a-%a", "a-7"), ("%a.%a", "7.7")])
+def test_tasks_of_a_job_array_have_runs_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, name: str, run: str
+) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    assert cli.parse([f"run.name={name}"]).config.run.name == run
 
 
 def test_an_entry_of_a_mapping_can_be_taken_away(tmp_path: Path) -> None:
