@@ -92,7 +92,7 @@ class Cluster:
 
     def begin(self) -> None:
         """Start SLURM on all hosts, which alone see its files."""
-        etc, munge = self.folder / "etc", self.folder / "munge"
+        etc, munge = self.folder / "etc", self.folder / "run/munge"
         for folder in (etc / "slurm", munge, self.folder / "state"):
             folder.mkdir(parents=True)
         names = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
@@ -102,10 +102,9 @@ class Cluster:
         (etc / "slurm/gres.conf").write_text(GRES_CONF)
         (munge / "key").write_bytes(os.urandom(128))
         (munge / "key").chmod(0o400)
-        munge.chmod(0o755)
         for name in ("hosts", "resolv.conf", "slurm"):
             self.control.cover(f"/etc/{name}", etc / name)
-        self.control.cover("/run/munge", munge)
+        self.control.cover("/run", munge.parent)  # last, as resolv.conf may be a link to there
         self.control.make_network(ADDRESSES[CONTROL])
         files = ("key-file=key", "log-file=log", "pid-file=pid", "seed-file=seed")
         self.control.run("munged", *(f"--{file.replace('=', '=/run/munge/')}" for file in files))

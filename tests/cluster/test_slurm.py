@@ -53,7 +53,7 @@ def submit(cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...]
 
 
 @pytest.fixture
-def start(cluster: Cluster, tmp_path: Path) -> Callable[..., SlurmJob]:
+def start(cluster: Cluster, tmp_path: Path) -> Submit:
     """Begin a job whose ranks are all in the step where they are held."""
 
     def begin(*options: str) -> SlurmJob:
@@ -84,13 +84,13 @@ def saved(job: SlurmJob) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in found)
 
 
-def assert_goes_on(job: SlurmJob, whole: SlurmJob, restarts: int) -> None:
+def assert_goes_on(job: SlurmJob, whole: SlurmJob) -> None:
     """Queued again, it ends as the job that is left alone, and has taken no step twice."""
-    job.await_requeue(restarts)
+    job.await_requeue(1)
     assert saved(job) == [EVERY, STOPPED], job.log
     (job.folder / "hold").unlink()
     job.begin_now()
-    assert_ends_as(job, whole, restarts)
+    assert_ends_as(job, whole, restarts=1)
     assert f"at step {STOPPED} of {STEPS}" in job.log
     assert steps(job) == steps(whole)
 
@@ -138,7 +138,7 @@ def test_an_array(cluster: Cluster, tmp_path: Path, whole: SlurmJob) -> None:
     array = submit(cluster, project(tmp_path), "run.name=run-%a", options=("--array=0-1",))
     for task in ("0", "1"):
         job = SlurmJob(cluster, f"{array.number}_{task}", tmp_path, f"run-{task}")
-        assert_ends_as(job, whole, 0)
+        assert_ends_as(job, whole, restarts=0)
         assert steps(job) == steps(whole)
         assert f"name: run-{task}\n" in (job.run / "config.yaml").read_text()
 
@@ -148,13 +148,13 @@ def test_a_notice(options: list[str], start: Submit, whole: SlurmJob) -> None:
     """To the script, as of a time limit, to the launchers, or to all processes."""
     job = start()
     job.cancel("--signal=USR1", *options)
-    assert_goes_on(job, whole, 1)
+    assert_goes_on(job, whole)
 
 
 @pytest.mark.slow
 def test_a_time_limit(start: Submit, whole: SlurmJob) -> None:
     """SLURM gives notice up to a minute earlier than it is asked to."""
-    assert_goes_on(start("--time=3", "--signal=B:USR1@60"), whole, 1)
+    assert_goes_on(start("--time=3", "--signal=B:USR1@60"), whole)
 
 
 @pytest.mark.parametrize("partition", ["patient", "hasty"])
@@ -163,7 +163,7 @@ def test_a_preemption(partition: str, cluster: Cluster, start: Submit, whole: Sl
     nodes = ",".join(host.name for host in job.nodes)
     wanted = ("--partition=urgent", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null")
     urgent = cluster.submit(job.folder, *wanted, "--wrap=true")
-    assert_goes_on(job, whole, 1)
+    assert_goes_on(job, whole)
     assert urgent.end == ("COMPLETED", "0:0", "0")
 
 
@@ -181,7 +181,7 @@ def test_a_killed_rank(start: Submit, whole: SlurmJob) -> None:
     for pid in job.nodes[1].pids("rank 3"):
         os.kill(pid, signal.SIGKILL)
     (job.folder / "hold").unlink()
-    assert_ends_as(job, whole, 0)
+    assert_ends_as(job, whole, restarts=0)
     assert job.log.count("starting again after step") == 1
 
 
@@ -196,7 +196,7 @@ def test_a_crashed_node(which: int, cluster: Cluster, start: Submit, whole: Slur
     assert not list(job.folder.glob("*.faults"))
     cluster.boot(crashed.name)
     job.begin_now()
-    assert_ends_as(job, whole, 1)
+    assert_ends_as(job, whole, restarts=1)
 
 
 @in_parts("before", [0, 2], full=[2])

@@ -474,9 +474,49 @@ def test_quickstart_has_nothing_to_sum_up_without_a_run(tree):
         assert take_log(tree)[-1][0] == "launch", option
 
 
-def test_ci_runs_the_test_script(tree):
+APT = """#!/usr/bin/env bash
+echo "$@" >>"$APT_LOG"
+exit "${EXIT_APT:-0}"
+"""
+
+
+def forget_slurm(monkeypatch, folder):
+    """Have PATH lead to links to all programs but SLURM's, which may be beside others."""
+    folder.mkdir()
+    for place in map(Path, os.environ["PATH"].split(":")):
+        for program in place.iterdir() if place.is_dir() else ():
+            link = folder / program.name
+            if not link.is_symlink() and program.name not in ("sbatch", "slurmctld"):
+                link.symlink_to(program)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+@pytest.mark.parametrize("code", [0, 100], ids=["installed", "no network"])
+def test_ci_runs_the_test_script_with_a_slurm_if_it_can_have_one(tree, monkeypatch, code):
     if not (ROOT / ".ci/run").exists():
         pytest.skip("no .ci in this copy")
     shutil.copytree(ROOT / ".ci", tree / ".ci")
-    assert run(tree, "../.ci/run").returncode == 0
+    write_program(tree.parent / "bin/apt-get", APT)
+    forget_slurm(monkeypatch, tree.parent / "programs")
+    log = tree.parent / "apt.log"
+    done = run(tree, "../.ci/run", APT_LOG=str(log), EXIT_APT=str(code))
+    assert done.returncode == 0
     assert take_log(tree) == [*INSTALL, *full(tree)]
+    root = os.geteuid() == 0
+    asked = [line.split()[1] for line in log.read_text().splitlines()] if root else []
+    assert asked == (["update", "install"] if code == 0 else ["update"]) * root
+    left_out = ".ci/run: slurm-wlm cannot be installed: tests/cluster is left out\n"
+    assert (left_out in done.stderr) == (not root or code != 0)
+
+
+def test_ci_installs_nothing_where_there_is_a_slurm(tree, monkeypatch):
+    if not (ROOT / ".ci/run").exists():
+        pytest.skip("no .ci in this copy")
+    shutil.copytree(ROOT / ".ci", tree / ".ci")
+    write_program(tree.parent / "bin/apt-get", APT)
+    write_program(tree.parent / "bin/sbatch", "")
+    log = tree.parent / "apt.log"
+    done = run(tree, "../.ci/run", APT_LOG=str(log))
+    assert done.returncode == 0
+    assert not log.exists()
+    assert "left out" not in done.stderr
