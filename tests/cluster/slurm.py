@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 """States in which a job stays."""
 GRES_CONF = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
 """A file for each GPU, which nobody opens."""
+LOOK_S = 0.3
 LIMIT_S = 180.0
 """What takes longer hangs."""
 SLURM_CONF = f"""
@@ -156,46 +156,42 @@ class SlurmJob:
         """The folder of its run."""
         return self.folder / "runs" / self.name
 
-    def told(self, key: str) -> str:
+    def told(self, *keys: str) -> tuple[str, ...]:
         """What SLURM says of the job."""
         text = self.cluster.control.run("scontrol", "--oneliner", "show", "job", self.number)
-        found = re.search(rf"(?:^| ){key}=(\S*)", text)
-        assert found is not None, text
-        return found[1]
+        pairs = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        return tuple(pairs[key] for key in keys)
 
     @property
-    def end(self) -> tuple[str, str, str]:
+    def end(self) -> tuple[str, ...]:
         """Its state, its exit code with the signal that ended it, how often it was restarted."""
-        return self.told("JobState"), self.told("ExitCode"), self.told("Restarts")
+        return self.told("JobState", "ExitCode", "Restarts")
 
     @property
     def nodes(self) -> list[Host]:
         """The nodes that it has, the one of its script first."""
-        words = ("scontrol", "show", "hostnames", self.told("NodeList"))
+        words = ("scontrol", "show", "hostnames", *self.told("NodeList"))
         return [self.cluster.nodes[name] for name in self.cluster.control.run(*words).split()]
 
     @property
     def log(self) -> str:
         """All that the job has written."""
-        path = self.folder / f"megapipe-{self.told('JobId')}.log"
+        (number,) = self.told("JobId")
+        path = self.folder / f"megapipe-{number}.log"
         return path.read_text() if path.exists() else ""
 
     def await_end(self, restarts: int = 0) -> None:
         """Wait until it has ended, or was restarted more often than that."""
-        self._await(lambda: self.told("JobState") in ENDS or int(self.told("Restarts")) > restarts)
+        self._await(lambda state, _, count: state in ENDS or int(count) > restarts)
 
     def await_requeue(self, restarts: int) -> None:
         """Wait until it has ended, or waits in the queue after so many restarts."""
-        self._await(
-            lambda: (
-                self.told("JobState") in ENDS
-                or (self.told("JobState"), self.told("Restarts")) == ("PENDING", str(restarts))
-            )
-        )
+        queued = ("PENDING", str(restarts))
+        self._await(lambda state, _, count: state in ENDS or (state, count) == queued)
 
     def await_files(self, *names: str) -> None:
         """Wait until the folder has these files."""
-        self._await(lambda: all((self.folder / name).exists() for name in names))
+        self._await(lambda *_: all((self.folder / name).exists() for name in names))
 
     def cancel(self, *options: str) -> None:
         """Cancel it, or with ``--signal`` send it a signal."""
@@ -213,13 +209,14 @@ class SlurmJob:
         update = ("scontrol", "update", f"JobId={self.number}", "StartTime=now+3")
         self.cluster.control.run(*update)
 
-    def _await(self, holds: Callable[[], bool]) -> None:
-        await_that(holds, lambda: f"{self.end}\n{self.log}\n{self.cluster.log}")
+    def _await(self, holds: Callable[[str, str, str], bool]) -> None:
+        """Wait until something holds for its `end`."""
+        await_that(lambda: holds(*self.end), lambda: f"{self.end}\n{self.log}\n{self.cluster.log}")
 
 
-def await_that(holds: Callable[[], bool], otherwise: Callable[[], str]) -> None:
+def await_that(holds: Callable[[], object], otherwise: Callable[[], str]) -> None:
     """Wait until something holds; raises AssertionError with what is to be seen otherwise."""
     deadline = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < deadline, otherwise()
-        time.sleep(0.1)
+        time.sleep(LOOK_S)

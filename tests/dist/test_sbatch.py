@@ -3,14 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.parity.marks import in_parts
-from tests.parity.stand_ins import write_program
+from tests.parity.stand_ins import write_interpreter, write_program
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -62,11 +61,7 @@ sys.exit({code})
 def cluster(tmp_path, monkeypatch):
     """A submit folder with stand-ins for SLURM, and for train.py one that runs for 30 s."""
     folder = tmp_path / "project"
-    (folder / ".venv/bin").mkdir(parents=True)
-    write_program(
-        folder / ".venv/bin/python",
-        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n',
-    )
+    write_interpreter(folder)
     (folder / "train.py").write_text(RANK.format(seconds=30, code=0))
     binaries = tmp_path / "bin"
     binaries.mkdir()
@@ -88,9 +83,9 @@ def cluster(tmp_path, monkeypatch):
     return folder
 
 
-def submit(*arguments):
+def submit(*arguments, **options):
     script = str(ROOT / "scripts/slurm/train.sbatch")
-    return subprocess.Popen(["bash", script, *arguments], cwd="/")
+    return subprocess.Popen(["bash", script, *arguments], cwd="/", **options)
 
 
 def wait_for(path):
@@ -114,6 +109,18 @@ def test_sbatch_starts_a_launcher_per_node(cluster):
     ]
     assert not (cluster / "scontrol.log").exists()
     assert not list(cluster.glob("megapipe-*"))
+
+
+@pytest.mark.parametrize("missing", ["train.py", ".venv/bin/python"])
+def test_sbatch_from_another_folder_is_one_line(cluster, missing):
+    (cluster / missing).unlink()
+    job = submit("configs/llama_8b.yaml", stderr=subprocess.PIPE, text=True)
+    assert job.communicate(timeout=60)[1] == (
+        f"megapipe: error: {cluster} has no train.py, or no .venv/bin/python: submit from the root "
+        "of the repository\n"
+    )
+    assert job.returncode == 2
+    assert not (cluster / "srun.log").exists()
 
 
 @pytest.mark.parametrize("given", ["2", "a100:2"])
