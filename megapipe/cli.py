@@ -71,7 +71,7 @@ class Command:
 
 
 _PARTS = ("data.subset", "data.dataset_split")
-"""Keys that name a part of a file's `data.source`: another one on the command line has its own."""
+"""Keys that name a part of a configuration file's source, which the command line may replace."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.numbers_config import NumbersConfig
 from megapipe.parallel_config import ParallelConfig
-from megapipe.paths import LATEST, UserPath
+from megapipe.paths import LATEST
 from megapipe.pipeline_config import PipelineConfig
-from megapipe.section import Expected, Section
+from megapipe.section import Expected, Section, UserPath
 from megapipe.update_rules import RULES
 from megapipe.user_code import is_user_code, names_or_code
 

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from megapipe.paths import UserPath
-from megapipe.section import Expected, Section
+from megapipe.section import Expected, Section, UserPath
 
 ONLY = ""
 """The name of a single source, ``data.source``, which the user gives none."""

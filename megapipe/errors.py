@@ -105,8 +105,8 @@ class Preempted(MegapipeError):
 
 
 def not_written(what: str, error: OSError) -> MegapipeError:
-    """The error of a folder that a run cannot write to: StorageError where its disk is full or
-    fails, else ConfigError, as another folder has to be named. `what` says so with the key."""
+    """Make the error of a folder that a run cannot write to: StorageError where its disk is full
+    or fails, else ConfigError, as another folder has to be named. `what` says so with the key."""
     fails = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     kind = StorageError if fails else ConfigError
     return kind(f"{what}: {error.strerror}")

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.paths import UserPath
-from megapipe.section import Expected, Section
+from megapipe.section import Expected, Section, UserPath
 
 
 class OtherLayout(Section):

@@ -6,16 +6,9 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import AfterValidator
 
 LATEST = "latest"
 """Name of the link to the run that was started last, in the folder with all runs."""
-
-
-UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A key's value that may be a path, and then may begin with ``~``."""
 
 
 def user_path(name: str) -> Path:

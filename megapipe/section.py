@@ -2,12 +2,17 @@
 
 import ast
 import inspect
+import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A key's value that may be a path, and then may begin with ``~``."""
 
 
 class Section(BaseModel):

@@ -64,7 +64,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def unread(doing: str, path: Path, error: OSError) -> CheckpointError:
-    """The error of a read: StorageError where nothing is known of what is at `path`."""
+    """Make the error of a read: StorageError where nothing is known of what is at `path`."""
     kind = CheckpointError if error.errno in _NO_FILE else StorageError
     return kind(f"cannot {doing} {path}: {error.strerror}")
 

@@ -113,7 +113,6 @@ def _of_optimizer(config: Config) -> Iterator[Need]:
     decaying = either([name for name in LR_SCHEDULES if name != "constant"])
     decays = optimizer.schedule != "constant"
     yield ["optimizer.min_lr", "optimizer.decay_steps"], decays, f"optimizer.schedule={decaying}"
-    yield ["optimizer.clip_scope"], optimizer.clip is not None, "optimizer.clip"
     yield ["optimizer.shard_size"], optimizer.zero > 0, "optimizer.zero above 0"
     yield ["optimizer.prefetch"], optimizer.zero == 3, "optimizer.zero=3"
     rounds = optimizer.state_dtype == "bf16" or optimizer.master == "none"

@@ -97,7 +97,7 @@ def train(
                 "nesterov": False,
                 "weight_decay": 0.0,
                 "lr": lr,
-                "min_lr": 0.0,
+                **({"min_lr": 0.0} if decays else {}),
                 "warmup_steps": 0,
                 "schedule": "linear" if decays else "constant",
                 "clip": None,

@@ -172,8 +172,9 @@ def lines(
     """The lines of a run that goes on from a checkpoint at `folder`, or begins with its weights,
     but for the first ones."""
     config, layout = resolve(parse([f"{k}={v}" for k, v in given.items()]).config, 1, 257)
-    coordinates = {"threads": torch.get_num_threads() + 1}
-    checkpoint = SimpleNamespace(path=folder, manifest=SimpleNamespace(coordinates=coordinates))
+    coordinates = {"threads": torch.get_num_threads() + 1, "samples": 0}
+    manifest = SimpleNamespace(coordinates=coordinates)
+    checkpoint = SimpleNamespace(path=folder, step=3, manifest=manifest)
     policy = SimpleNamespace(stage=1)
     run: Any = SimpleNamespace(
         config=config,

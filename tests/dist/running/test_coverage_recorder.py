@@ -81,8 +81,8 @@ def test_functions_that_processes_execute_are_recorded(tmp_path: Path) -> None:
         }
     assert functions["test_alone"] == {"counted", "plural", "ranges"}
     assert functions["test_fixture"] == {"counted", "plural"}
-    assert functions["test_interpreter"] == {"either"}
-    assert functions["test_failure"] == {"either", "multiples"}
+    assert functions["test_interpreter"] == {"either", "_listed"}
+    assert functions["test_failure"] == {"either", "_listed", "multiples"}
     assert functions["test_world"] == {
         *("World.__init__", "World.restart", "_collect", "_rank_main", "_ready", "run_ranks")
     }

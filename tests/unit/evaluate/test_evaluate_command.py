@@ -138,7 +138,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["perplexity", RUN, "--text", "a", "--context", "97"], 2, "--context 97 is longer than"),
     (["perplexity", RUN, "--text", "a", "--batch", "0"], 2, "--batch 0: expected at least 1"),
     (["perplexity", RUN, "--text", "a", "--tokenizer", "no/such/x.json"], 3, "no/such/x.json"),
-    (["perplexity", RUN, "--text", "a", "--tp", "2"], 4, "1 process for --tp 2 x --pp 1"),
+    (["perplexity", RUN, "--text", "a", "--tp", "2"], 2, "1 process for --tp 2 x --pp 1"),
     (["perplexity", RUN, "--text", "a", "--pp", "0"], 2, "--pp 0: expected at least 1"),
     (["perplexity", RUN, "--text", "a", "--device", "tpu9"], 2, "--device tpu9: "),
     (["perplexity", "no_run", "--text", "a"], 5, "no_run: no such folder"),
