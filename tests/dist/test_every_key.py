@@ -30,7 +30,7 @@ from tests.parity.threads import at_once
 STARTED = (
     *("run.seed", "model.init_std", "model.moe.ffn", "lora.alpha", "parallel.sequence_parallel"),
     *("context.order", "experts.dispatch", "pipeline.debug"),
-    *("activations.policy", "data.text_field", "optimizer.lr", "kernels.overlap"),
+    *("activations.policy", "data.document_mask", "optimizer.lr", "kernels.overlap"),
     *("train.validate_every", "numbers.spike_factor", "checkpoint.keep", "log.every"),
 )
 """A key of each section."""
