@@ -16,7 +16,7 @@ class Mute(TimeoutError):
 
 
 def within(seconds: float, call: Callable[[], T], *, more: Callable[[], float] = lambda: 0.0) -> T:
-    """The result of a call, which has a thread of its own; raises what the call raises.
+    """Return the result of a call in a thread of its own; raises what the call raises.
 
     Raises :class:`Mute` after `seconds`, and those that `more` then gives. The call is left behind,
     and ends with the process: threads of a pool would be waited for then.

@@ -88,7 +88,7 @@ class _Given:
 
 
 def possible_words() -> list[str]:
-    """Names of presets, and keys with the sign behind: words of a command line besides options."""
+    """Return the words of a command line besides options: presets, and keys with `=` behind."""
     return [*presets.names(), *(f"{key}=" for key in KEYS)]
 
 
@@ -157,7 +157,7 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def _without(given: Iterable[_Given], key: str) -> list[_Given]:
-    """The values without that of `key`: a key, a section, or an entry of a mapping.
+    """Return the values without that of `key`: a key, a section, or an entry of a mapping.
 
     Raises :class:`ConfigError` where there is no such thing, or where a section or an entry would
     lose what the command line has given it before.
@@ -421,7 +421,7 @@ def _prefixes(path: Sequence[str]) -> Iterator[str]:
 
 
 def _missing(key: str, known: Mapping[str, _Given]) -> str:
-    """The words of an error about a key that has to be there, beside others of its group."""
+    """Word the error about a key that has to be there, beside others of its group."""
     group = key.rpartition(".")[0]
     beside = next(item for name, item in known.items() if name.startswith(f"{group}."))
     return beside.problem(f"expected {key} too")

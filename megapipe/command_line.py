@@ -51,7 +51,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def _continued(line: str, width: int) -> list[str]:
-    """The lines of a command, of at most `width` columns unless a single word is longer."""
+    """Return the lines of a command, of at most `width` columns unless a single word is longer."""
     if len(line) <= width:
         return [line]
     inside = len(line) - len(line.removeprefix("example:").lstrip())
@@ -126,18 +126,18 @@ def parser_of(commands: Mapping[str, CommandModule], *, description: str, epilog
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, Parser]:
-    """The parsers of a parser's commands, by their names."""
+    """Return the parsers of a parser's commands, by their names."""
     found = [action.choices for action in parser._actions if isinstance(action, Commands)]
     return found[0] if found else {}
 
 
 def suggest(action: argparse.Action, words: Callable[[], Iterable[str]]) -> None:
-    """Have shells complete an argument by `words`, of which it may take others."""
+    """Have shells complete an argument by `words`. It may take others too."""
     action.suggested = words  # type: ignore[attr-defined]
 
 
 def suggested(action: argparse.Action) -> Iterable[str]:
-    """The words by which shells complete an argument, besides its choices."""
+    """Return the words by which shells complete an argument, besides its choices."""
     words: Callable[[], Iterable[str]] = getattr(action, "suggested", tuple)
     return words()
 

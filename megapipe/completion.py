@@ -60,7 +60,7 @@ ZSH = "autoload -U compinit bashcompinit && compinit && bashcompinit\n"
 
 
 def parser() -> Parser:
-    """The parser of the command."""
+    """Return the parser of the command."""
     from megapipe.console import COMMANDS
 
     top = Parser(
@@ -96,7 +96,7 @@ def script(shell: str, commands: Sequence[str]) -> str:
 
 
 def words(command: str) -> str:
-    """The function that completes the words behind a command."""
+    """Return the function that completes the words behind a command."""
     from megapipe.console import COMMANDS
 
     lines = [f"_megapipe_{command.replace('-', '_')}() {{"]
@@ -108,7 +108,7 @@ def words(command: str) -> str:
 
 
 def _of_parser(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The statements for what stands behind a command, or the command of a command."""
+    """Return the statements for what stands behind a command, or the command of a command."""
     inner = subcommands(parser)
     if inner:
         yield "  case $inner in"
@@ -135,7 +135,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _training() -> Iterator[str]:
-    """The statements for what stands behind `train`, whose parser is none of argparse."""
+    """Return the statements for what stands behind `train`, whose parser is none of argparse."""
     from megapipe.cli import IMBALANCE, OPTIONS, possible_words
     from megapipe.keys import KEYS, SECTIONS
 
@@ -145,8 +145,8 @@ def _training() -> Iterator[str]:
 
 
 def _choice(replies: Mapping[str, str], here: Sequence[str]) -> Iterator[str]:
-    """The statements that answer by the option or key before the cursor, or else with the words
-    that may stand `here`, and files."""
+    """Yield the statements that answer by the option or key before the cursor, or else with the
+    words that may stand `here`, and files."""
     takes_keys = any(word.endswith("=") for word in here)
     yield "  case $previous in"
     for name, reply in {**replies, **(_of_keys() if takes_keys else {})}.items():
@@ -158,12 +158,12 @@ def _choice(replies: Mapping[str, str], here: Sequence[str]) -> Iterator[str]:
 
 
 def _reply(words: Iterable[str], *, files: bool = False) -> str:
-    """The statement that answers with words, and with files if they count."""
+    """Return the statement that answers with words, and with files if they count."""
     return f"_megapipe_reply '{' '.join(words)}'{' -f' if files else ''}"
 
 
 def _of_keys() -> dict[str, str]:
-    """The keys of a configuration that take one of a few words, and the answers with these."""
+    """Return the keys that take one of a few words, each with the answer that has these."""
     from megapipe.keys import KEYS, few_values
     from megapipe.schedule.generators import names
 

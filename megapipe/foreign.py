@@ -20,7 +20,7 @@ class Trainer(NamedTuple):
     marks: frozenset[str]
     """Sections, and keys with their section; one of them is enough."""
     shared: frozenset[str] = frozenset()
-    """Those that could be a mistake as well; two of them are enough."""
+    """Keys that could be a mistake as well; two of them are enough."""
 
     def has_written(self, keys: set[str]) -> bool:
         """Whether a file with these dotted keys is its configuration."""
@@ -33,7 +33,7 @@ TORCHTITAN = Trainer(
     frozenset({"job", "training", "parallelism", "lr_scheduler", "metrics", "comm"})
     | {"activation_checkpoint", "profiling", "float8", "model.flavor"},
 )
-"""Its files are TOML, which ours never are."""
+"""torchtitan, whose files are TOML, as megapipe's never are."""
 NANOTRON = Trainer(
     "nanotron",
     "docs/from_others.md",

@@ -24,7 +24,7 @@ ARGUMENTS = (
 )
 
 MOST_WHOLE, MOST_FOUND = 6, 18
-"""Of keys found by a word: most that are explained whole, most that have at least a sentence."""
+"""Most keys found by a word that are explained whole, and most that have at least a sentence."""
 MOST_OF_SENTENCE = 240
 """Characters."""
 
@@ -106,12 +106,12 @@ def _about(word: str) -> str:
 
 
 def _flat(key: str) -> str:
-    """All that is said of a key, on one line."""
+    """Return all that is said of a key, on one line."""
     return " ".join(" ".join(_key_lines(key)).split())
 
 
 def _brief(key: str, word: re.Pattern[str]) -> list[str]:
-    """A key and the first sentence of its meaning that has the word, or else the first."""
+    """Return a key and the first sentence of its meaning that has the word, or else the first."""
     section, _, name = key.rpartition(".")
     meaning = " ".join(documentation(SECTIONS[section])[name].split())
     sentences = re.split(r"(?<=\.)\s", meaning)

@@ -116,7 +116,7 @@ def field_of(key: str) -> FieldInfo | None:
 
 
 def entry_of(key: str) -> str | None:
-    """The entry of a mapping that a key names, or that it is in: ``data.mixture.NAME``."""
+    """Return the entry of a mapping that a key names, or that it is in: ``data.mixture.NAME``."""
     parts = key.split(".")
     return ".".join(parts[:3]) if len(parts) > 2 and ".".join(parts[:2]) in MAPPINGS else None
 
@@ -140,7 +140,7 @@ def expected(info: FieldInfo) -> str:
 
 
 def few_values(info: FieldInfo) -> list[str]:
-    """The words that a field takes, if they are a few; [] if it takes others too."""
+    """Return the words that a field takes, if they are a few; [] if it takes others too."""
     words = expected(info)
     if words == "true or false":
         return ["true", "false"]
@@ -176,7 +176,7 @@ def unknown(key: str) -> str:
 
 
 def unknown_to_unset(key: str) -> str:
-    """The words of an error about a key that is to be unset, where a section may be meant."""
+    """Word the error about a key that is to be unset, where a section may be meant."""
     near = _close(key, SECTIONS) if "." not in key else None
     return unknown(key) if near is None else f"unknown key; did you mean {near}?"
 

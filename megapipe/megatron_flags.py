@@ -155,4 +155,4 @@ _WITHOUT_KEY = """
 FLAGS = {flag: key for key, flags in _KEYS.items() for flag in flags.split()} | dict.fromkeys(
     _WITHOUT_KEY.split(), ""
 )
-"""By flag, without its dashes, the key, with the value where the flag says it; "" for none."""
+"""The key of each flag without its dashes, with the value where the flag says it; "" for none."""

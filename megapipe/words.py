@@ -142,7 +142,7 @@ def multiples(value: int, factor: int) -> str:
 
 
 def either(values: Sequence[int | str]) -> str:
-    """The values in words: 1, 2 or 4."""
+    """Return the values in words: 1, 2 or 4."""
     return _listed(values, "or")
 
 

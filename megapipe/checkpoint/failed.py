@@ -51,7 +51,7 @@ class FailedCheckpoints:
         self.names = dict.fromkeys(self.names, False)
 
     def not_finite(self, *, at_least: int = 0, at_most: int | None = None) -> list[str]:
-        """Names of the checkpoints of these steps that no finite step follows, oldest first."""
+        """Return the checkpoints of these steps that no finite step follows, oldest first."""
         keys = filter(None, (Committed.parsed(name) for name, yes in self.names.items() if yes))
         most = math.inf if at_most is None else at_most
         return [key.name for key in sorted(keys) if at_least <= key.step <= most]

@@ -35,8 +35,10 @@ def find_checkpoint(path: Place, *, verify: bool = True) -> Checkpoint:
 
 
 def find_intact(root: Place, *, skip: Iterable[Place] = ()) -> Found:
-    """The newest checkpoint in `root` that opens, and whose every byte is what was written. Raises
-    StorageError where a newer one cannot be read."""
+    """Find the newest checkpoint in `root` that opens, and whose every byte is what was written.
+
+    Raises StorageError where a newer one cannot be read.
+    """
     passed, damaged = set(skip), list[str]()
     while True:
         found = find_newest(root, skip=passed)

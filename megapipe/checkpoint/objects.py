@@ -265,7 +265,7 @@ class RemotePath:
 
     def read_range(self, start: int, stop: int) -> bytes:
         """Read bytes `start` to `stop`, or fewer where the object ends before. Raises StorageError
-        where the store answers with less than there is."""
+        where the store answers with less than the object has."""
         system, key = self.store.system, self._key
 
         def ask() -> bytes:

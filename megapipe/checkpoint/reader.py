@@ -260,7 +260,7 @@ class Found(NamedTuple):
 
 
 def find_newest(root: Place, *, skip: Container[Place] = ()) -> Found:
-    """The newest checkpoint in `root` that opens, by step number and attempt.
+    """Find the newest checkpoint in `root` that opens, by step number and attempt.
 
     The scan decides; the pointer file and file times do not count. The files' contents are not
     hashed here: if :meth:`Checkpoint.verify` or a read fails later, put the folder in `skip` and

@@ -126,7 +126,7 @@ def _version(package: str) -> str | None:
 
 
 def parser() -> Parser:
-    """The parser of the command."""
+    """Return the parser of the command."""
     top = Parser(
         description="Describe what this machine gives a run: versions, devices, limits.",
         epilog="Exit code 4 where something is wrong.",

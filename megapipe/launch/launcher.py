@@ -306,8 +306,8 @@ class _Relay(Listener):
 
     @contextlib.contextmanager
     def until_known(self, ends: bool) -> Iterator[None]:
-        """A block at whose end the exit code is known. Signals are ignored from then on if the
-        process `ends` with it."""
+        """Ignore signals from the end of the block on, where the exit code is known, if the process
+        `ends` with it."""
         try:
             yield
         finally:
@@ -341,7 +341,7 @@ def _say_killed(rank: int, number: signal.Signals) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the launcher's own options."""
+    """Return the parser of the launcher's own options."""
     own = sys.argv[0]  # as a console command: megapipe launch
     top = argparse.ArgumentParser(
         prog=own if own.startswith("megapipe ") else "python -m megapipe.launch",

@@ -64,7 +64,7 @@ def of_ranks(store: Store, attempt: str = "0") -> Store:
 
 
 def _tcp_store(info: LaunchInfo, timeout_s: float, tell: Tell) -> Store:
-    """The store at address:port, hosted here or elsewhere."""
+    """Open the store at address:port, hosted here or elsewhere."""
     listening = None
     if info.hosts:
         _until_there(lambda _: socket.getaddrinfo(info.address, info.port), info, timeout_s, tell)

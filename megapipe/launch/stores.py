@@ -36,7 +36,7 @@ class _NameLookup:
         self._took = time.monotonic() - self._began
 
     def allowance(self) -> float:
-        """Seconds that two look-ups may take, by how long this one has taken so far."""
+        """Return the seconds that two look-ups may take, by how long this one has taken so far."""
         took = time.monotonic() - self._began if self._took is None else self._took
         return min(2 * took, LOOKUP_S)
 

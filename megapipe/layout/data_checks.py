@@ -65,7 +65,7 @@ def _unread(read: DataConfig) -> tuple[str, Sequence[str]]:
 
 
 def _sources(data: DataConfig) -> Iterator[tuple[str, DataConfig]]:
-    """Every source, with the key that names it and the keys that it is read with."""
+    """Yield every source, with the key that names it and the keys that it is read with."""
     for name, read in data.sources.items():
         yield source_key(name), read
     whole = data.model_copy(update={"subset": None, "dataset_split": None})

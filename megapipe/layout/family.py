@@ -37,7 +37,7 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
 
 
 def _refuse_sizes(model: ModelConfig) -> None:
-    """Refuse keys of the built-in model beside a model of the user's."""
+    """Refuse keys of the built-in model beside a user-defined model."""
     keys = [key for key in ModelConfig.model_fields if key not in (*OWN_KEYS, "moe")]
     others = given(model, [*keys, *(f"moe.{key}" for key in MoEConfig.model_fields)])
     if others:

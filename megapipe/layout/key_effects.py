@@ -65,7 +65,7 @@ def _of_experts(config: Config) -> Iterator[Need]:
     named = [key for key in ExpertsConfig.model_fields if getattr(experts, key) != "auto"]
     of_ranks = [f"experts.{key}" for key in named]
     others = ["parallel.ep", "parallel.etp", "checkpoint.upcycle"]
-    if config.model.source is None:  # a family of the user's may have experts of its own
+    if config.model.source is None:  # a user-defined family may have experts too
         others.append("log.experts_every")
     yield [*of_layer, *of_ranks, *others], has_experts, "model.moe.experts"
     if not has_experts:

@@ -141,7 +141,7 @@ def _further(train: TrainConfig, reached: int) -> Iterator[str]:
 
 
 def parser() -> Parser:
-    """The parser of the command."""
+    """Return the parser of the command."""
     top = Parser(description="How a finished run went.")
     top.add_argument("folder", type=Path, help="of the run")
     top.set_defaults(run=_show)

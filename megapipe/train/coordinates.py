@@ -49,5 +49,5 @@ class Coordinates(BaseModel):
             raise CheckpointError(f"{checkpoint.path}: {problem}") from None
 
     def left_out_with(self, more: LeftOut) -> LeftOut:
-        """All that a run leaves out which goes on: `more` as far as it is not behind."""
+        """Return all that a run leaves out which goes on: `more` as far as it is not behind."""
         return self.left_out.with_(more.since(self.left_out.number(self.samples)))

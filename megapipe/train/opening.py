@@ -55,7 +55,7 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
 
 
 def _of_decay(run: Run, told: Sequence[Change]) -> Iterator[str]:
-    """A line where changes take back a decay of the learning rate, as more steps do."""
+    """Yield a line where changes take back a decay of the learning rate, as more steps do."""
     before = {change.key: change.stored for change in told}
     now, steps = run.config.optimizer, run.config.train.steps
     keys = type(now).model_fields.keys()

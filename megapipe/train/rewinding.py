@@ -120,8 +120,8 @@ class Rewinding:
         return problem.step == checkpoint.step and not problem.finite
 
     def _saved_since(self, run: Run, newest: Checkpoint) -> list[str]:
-        """Names of all checkpoints from that on to which the run went back last, at most `newest`.
-        Collective: every rank calls it."""
+        """Return the names of all checkpoints from the step on to which the run went back last, or
+        that of `newest` if it is earlier. Collective: every rank calls it."""
         first = newest.step if self._last is None else min(self._last.step, newest.step)
         found, error = list[Committed](), None
         if run.mesh.rank == 0:

@@ -44,7 +44,7 @@ class Source:
     """The checkpoint is a copy in the memory of the nodes."""
 
     def notes(self) -> Iterator[str]:
-        """Lines on what was found and is not read: newer checkpoints, or a folder's other files."""
+        """Yield lines on what is not read: newer checkpoints, or a folder's other files."""
         for reason in self.skipped:
             yield f"passed over a damaged checkpoint: {reason}"
         weights = self.weights.weights if isinstance(self.weights, Upcycled) else self.weights

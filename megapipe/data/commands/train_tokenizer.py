@@ -84,7 +84,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def _texts(config: DataConfig, most: int | None, count: RowCount, shown: Meter) -> Iterator[str]:
-    """Yield the texts of a corpus, up to so many bytes, and count its rows."""
+    """Yield the texts of a corpus, up to `most` bytes, and count its rows."""
     read = 0
     for piece in pieces(config, count):
         nbytes = len(piece.text.encode())

@@ -61,7 +61,7 @@ class RowCount:
             )
 
     def no_text(self, source: str, field: str) -> DataError:
-        """Return the error for a corpus without any text, of which these are the rows.
+        """Return the error for a corpus without any text, whose rows were counted.
 
         Args:
             source: ``data.source``.

@@ -40,7 +40,7 @@ class LossCheck(Callback):
 
 
 def _last_module(run: Run) -> GPTStage | ModuleStage | None:
-    """The last stage of the model, where it is here and calls the loss as megapipe does."""
+    """Return the last stage of the model, where it is here and calls the loss as megapipe does."""
     last = run.train_step.last
     module = None if last is None else last.module
     return module if isinstance(module, (GPTStage, ModuleStage)) else None

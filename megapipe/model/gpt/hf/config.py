@@ -88,7 +88,7 @@ def class_of(model: ModelConfig, model_type: str | None = None) -> Any:
 
 
 def class_named(name: str) -> Any:
-    """A class of transformers, which takes seconds to load."""
+    """Load a class of transformers, which takes seconds."""
     with phase("loading transformers"):
         import transformers
 
