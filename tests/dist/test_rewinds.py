@@ -48,6 +48,7 @@ def assert_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None
 
 CASES: dict[str, tuple[Mapping[str, str], Poison]] = {
     "a tensor-parallel rank": (TP, Poison("gradient", 3, *BAD)),
+    "the loss of a tensor-parallel rank": (TP, Poison("loss", 3, *BAD)),
     "a micro-batch": (DP, Poison("loss", 2, *BAD)),
     "states": ({**DP, "optimizer.zero": "3"}, Poison("state", 1, *BAD, factor=math.inf)),
     "post-validation": ({**DP, "optimizer.post_validation": "true"}, Poison("gradient", 0, *BAD)),
@@ -100,6 +101,7 @@ def test_a_run_that_goes_back_is_the_one_without_those_samples(case: str, tmp_pa
     ("given", "poison"),
     [
         pytest.param(TP, Poison("gradient", 2, *BAD), marks=pytest.mark.slow),
+        pytest.param(TP, Poison("loss", 3, *BAD), marks=pytest.mark.slow),
         pytest.param({**DP, "model.dropout": "0"}, Poison("loss", 2, *BAD), marks=pytest.mark.slow),
         (
             {**DP, "model.dropout": "0", "optimizer.post_validation": "true"},
@@ -135,7 +137,9 @@ def test_what_cannot_be_mended_ends_a_run_on_all_ranks(tmp_path: Path) -> None:
     always = Poison("gradient", 1, 40, 10**6)
     states = Poison("state", 0, *BAD, factor=math.inf)
     two = {"parallel.pp": "2"}
+    loss = Poison("loss", 1, *BAD)  # not the tp rank whose loss counts
     plays = (
+        Play("loss", {"parallel.tp": "2"}, callbacks=(loss,)),
         Play("stop", two, callbacks=(always,)),
         Play("skip", {**two, **SKIP, "numbers.most_skipped": "2"}, callbacks=(always,)),
         Play("states", {**two, **SKIP}, callbacks=(states,)),
@@ -148,6 +152,7 @@ def test_what_cannot_be_mended_ends_a_run_on_all_ranks(tmp_path: Path) -> None:
         assert Unsound.exit_code == 6
         (text,) = set(texts)
         expected = {
+            "loss": "step 6: loss nan, gradient norm",
             "stop": "computed again with the same result: persistent, of data and weights; lower "
             "optimizer.lr or resume from an earlier checkpoint",
             "skip": "step 8: loss",
