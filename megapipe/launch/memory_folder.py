@@ -52,7 +52,7 @@ class MemoryFolder:
     def remove(self) -> None:
         """Remove it with all that is in it."""
         if self.path is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
 
     def leave(self, code: int) -> None:
         """Remove it and end this process at once."""
@@ -72,7 +72,16 @@ def clear_leftovers(root: Path) -> None:
     for path in _own(root):
         owner = heartbeat.read(path / OWNER)
         if owner is not None and owner.ended:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, its owner last: what a killed process leaves of it is known to be left."""
+    with contextlib.suppress(OSError):
+        for each in path.iterdir():
+            if each.name != OWNER:
+                shutil.rmtree(each, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _own(root: Path) -> Iterator[Path]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megapipe.launch.memory_folder import ENVIRONMENT, MemoryFolder, told
+from megapipe.launch.memory_folder import ENVIRONMENT, OWNER, MemoryFolder, told
 
 
 def test_it_is_there_for_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +34,29 @@ def test_there_is_none_where_none_is_wanted_or_can_be(
         with MemoryFolder(wanted, root) as memory:
             assert memory.path is None
             assert ENVIRONMENT not in os.environ
+
+
+class Killed(BaseException):
+    """Stands for a signal."""
+
+
+def test_a_launcher_that_is_killed_while_it_removes_it_leaves_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which the next one removes the rest."""
+    copies, real, number = 50, os.rmdir, count(1)  # one is killed, at the last copy
+
+    def rmdir(*given: Any, **more: Any) -> None:
+        if next(number) == copies:
+            raise Killed
+        real(*given, **more)
+
+    with MemoryFolder(True, tmp_path) as memory:
+        assert memory.path is not None
+        for step in range(copies):
+            (memory.path / f"step-{step}").mkdir()
+        monkeypatch.setattr(os, "rmdir", rmdir)
+        with pytest.raises(Killed):
+            memory.remove()
+        assert (memory.path / OWNER).exists()
+    assert list(tmp_path.iterdir()) == []
