@@ -14,13 +14,13 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TextIO
 
-from megapipe.errors import ConfigError, MegapipeError, Preempted
+from megapipe.errors import ConfigError, Interrupted, MegapipeError, Preempted
 from megapipe.words import is_terminal, without_secrets
 
 TRACEBACK = "--traceback"
 """The option by which an error is shown with where it arose."""
 
-INTERRUPTED = 130
+INTERRUPTED = Interrupted.exit_code
 """The exit code after Ctrl-C, as shells have it."""
 
 Commands = argparse._SubParsersAction  # the only name that argparse has for it
@@ -212,11 +212,12 @@ def load_torch() -> None:
 
 def say(error: MegapipeError, *, trace: bool = False) -> None:
     """Print an error as one line; with `trace`, below where it arose and what led to it. A stop
-    that was asked for is none."""
+    or an interrupt that was asked for is none."""
     if trace:
         error.__suppress_context__ = False
         show_trace(error)
-    begin = "megapipe: " if isinstance(error, Preempted) else "megapipe: error: "
+    asked = isinstance(error, (Preempted, Interrupted))
+    begin = "megapipe: " if asked else "megapipe: error: "
     with contextlib.suppress(OSError, ValueError):
         line = f"{fresh_line(sys.stderr)}{begin}{' '.join(str(error).split())}"
         print(line, file=sys.stderr, flush=True)

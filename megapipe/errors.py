@@ -20,7 +20,8 @@ code  meaning
 9     a device is at fault: copies of a value differ, or a step comes out otherwise each time
 75    stopped by a signal or a callback, and all is saved that there was and was time for; run
       again to go on
-130   interrupted from the keyboard with nothing to save, or a second time (128 + n: by signal n)
+130   interrupted with nothing to save, or a second time, be it one rank alone (128 + n: by
+      signal n)
 ====  ====================================================================
 """
 
@@ -102,6 +103,12 @@ class Preempted(MegapipeError):
     """A signal or a callback asked the job to stop; what there was to save is saved."""
 
     exit_code = 75
+
+
+class Interrupted(MegapipeError):
+    """A rank was interrupted with nothing to save, or a second time."""
+
+    exit_code = 130
 
 
 def not_written(what: str, error: OSError) -> MegapipeError:

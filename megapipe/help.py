@@ -78,9 +78,6 @@ def _overview() -> str:
     for error in _error_kinds():
         meaning = (error.__doc__ or "").strip().rstrip(".")
         lines += _wrapped(meaning, f"  {error.exit_code:>3}  ", " " * 7)
-    lines += _wrapped(
-        "interrupted from the keyboard with nothing to save, or a second time", "  130  ", " " * 7
-    )
     return "\n".join(lines) + "\n"
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from megapipe.command_line import INTERRUPTED, TRACEBACK, Parser, begin_program, load_torch
+from megapipe.command_line import TRACEBACK, Parser, begin_program, load_torch
 from megapipe.errors import ConfigError, MegapipeError, OutOfMemory
 from megapipe.launch import devices, place, rendezvous
 from megapipe.launch.place import LaunchInfo
-from megapipe.launch.shutdown import Shutdown, end_early, end_now
+from megapipe.launch.shutdown import Shutdown, end_early, end_now, interrupt_early
+from megapipe.launch.signals import Interrupts
 from megapipe.observe.provenance import package_hash
 from megapipe.words import counted
 
@@ -70,10 +71,10 @@ def main(parser: Parser, argv: Sequence[str]) -> int:
     except MegapipeError as error:
         return end_early(error, info, trace=trace)
     if info.world == 1:
-        return _in_job(given, wanted, info, trace=trace)
-    # at once and wherever this process is: it may wait for a peer in C++
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return end_now(_in_job(given, wanted, info, trace=trace))
+        return _in_job(given, wanted, info, None, trace=trace)
+    with Interrupts() as interrupts:
+        interrupts.interrupt = partial(interrupt_early, info)
+        return end_now(_in_job(given, wanted, info, interrupts, trace=trace))
 
 
 def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
@@ -92,8 +93,15 @@ def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
     return Wanted(tp, pp, "cpu" if given.device == "cpu" else "cuda")
 
 
-def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo, *, trace: bool) -> int:
-    """Meet the other processes and do it; returns the exit code."""
+def _in_job(
+    given: argparse.Namespace,
+    wanted: Wanted,
+    info: LaunchInfo,
+    interrupts: Interrupts | None,
+    *,
+    trace: bool,
+) -> int:
+    """Meet the other processes, if there are any, and do it; returns the exit code."""
     if info.rank == 0:
         load_torch()
     import torch
@@ -105,6 +113,8 @@ def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo, *, trac
     except MegapipeError as error:
         return end_early(error, info, trace=trace)
     ending = Shutdown(info, store, trace=trace)
+    if interrupts is not None:
+        interrupts.interrupt = ending.interrupt
     try:
         options = {name: str(value) for name, value in vars(given).items() if name != "run"}
         versions = {"megapipe's files": package_hash(), "torch": torch.__version__}
@@ -129,9 +139,10 @@ def _in_job(given: argparse.Namespace, wanted: Wanted, info: LaunchInfo, *, trac
         return 0
     except MegapipeError as error:
         return ending.report(error)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        if info.world == 1:
+            print(file=sys.stderr)
+        return ending.report_unexpected(error)
     except BrokenPipeError:  # the reader of our output has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         enough = MegapipeError("nobody reads the output")

@@ -42,7 +42,7 @@ from megapipe.launch.memory_folder import MemoryFolder
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.place import OPTIONS, spare_threads
 from megapipe.launch.ranks import Ends
-from megapipe.launch.signals import AGAIN_S, NOTICES, STOP_SIGNALS, Listener
+from megapipe.launch.signals import NOTICES, STOP_SIGNALS, Listener
 from megapipe.launch.supervisor import Supervisor, line
 from megapipe.words import counted, is_terminal
 
@@ -274,8 +274,6 @@ class _Relay(Listener):
         """Ends this process at once."""
         self._when = "before the ranks had begun"
         """When it is that there are no ranks."""
-        self._last: float | None = None
-        """When SIGINT or SIGTERM last came, monotonic seconds."""
         self._listens = False
         super().__init__(STOP_SIGNALS)
 
@@ -295,14 +293,10 @@ class _Relay(Listener):
                 self.leave(128 + number)
             say(_stopped(number, self._when))
             self.leave(Preempted.exit_code)
-        if number in NOTICES:
-            return
-        now = time.monotonic()
-        if self._last is not None and now - self._last >= AGAIN_S:
+        if number not in NOTICES and self.count() > 1:
             killer = threading.Timer(KILL_S, self._kill, [number])
             killer.daemon = True
             killer.start()
-        self._last = now
 
     @contextlib.contextmanager
     def until_known(self, ends: bool) -> Iterator[None]:

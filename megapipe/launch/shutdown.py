@@ -22,6 +22,7 @@ import contextlib
 import datetime
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from megapipe.command_line import say, show_trace
-from megapipe.errors import LaunchError, MegapipeError, Preempted
+from megapipe.errors import Interrupted, LaunchError, MegapipeError, Preempted
 from megapipe.launch.deadline import unless_within
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
@@ -50,6 +51,11 @@ HANG_ANSWER_S = 1.0
 """The same where the job hangs: others have waited for long, and a link may be down."""
 HANG_LINGER_S = 2.0
 """Of the host of the store where the job hangs: whoever can hear that, hears it at once."""
+INTERRUPT_S = 1.0
+"""How long a process that is interrupted may take to tell the others, and as the host of the store
+waits for them."""
+EARLY_S = 5.0
+"""The same before it has opened the store: torch may have to be loaded."""
 PATIENCE_S = 10.0
 """How long processes wait for each other that have not met yet: torch takes its time to load."""
 NAMED_S = 2.5
@@ -206,6 +212,21 @@ class Shutdown:
         self.cleanup()
         return code
 
+    def interrupt(self, number: signal.Signals) -> None:
+        """Tell the others, if the store answers at once, that this process ends by a signal: in a
+        thread of its own, whatever other threads do."""
+        from torch.distributed import DistError
+
+        error = interrupted(self.info, number.name, 128 + number)
+        late = unless_within(INTERRUPT_S, lambda: os._exit(error.exit_code))
+        with contextlib.suppress(DistError), late:
+            if self.info.world > 1:
+                store: Store = self._store.clone()  # type: ignore[attr-defined]
+                if claim(store, error.exit_code) is None:
+                    say(error)
+                if self.info.hosts:
+                    store.wait(["all left"], datetime.timedelta(seconds=INTERRUPT_S))
+
     def _end_beside(self, error: MegapipeError) -> int:
         """End beside a main thread that may be waiting for the store, unless a peer has failed by
         itself; returns the exit code."""
@@ -222,12 +243,15 @@ class Shutdown:
         return code
 
     def report_unexpected(self, error: BaseException) -> int:
-        """End on an exception that is not ours: a peer's failure, a lost peer, or a bug.
+        """End on an exception that is not ours: an interrupt, a peer's failure, a lost peer, or a
+        bug.
 
         Only the first rank to fail shows the traceback of a bug. Returns the exit code.
         """
         from torch.distributed import DistNetworkError
 
+        if isinstance(error, KeyboardInterrupt):
+            return Shutdown.report(self, interrupted(self.info), said=self.info.world == 1)
         if self.info.world > 1 and is_communication(error):
             self._await_name()
             self._ender.acquire()
@@ -295,6 +319,26 @@ class Shutdown:
         except DistError:
             pass
         return self._known
+
+
+def interrupted(
+    info: LaunchInfo, by: str = "KeyboardInterrupt", exit_code: int = Interrupted.exit_code
+) -> Interrupted:
+    """Make the error of a rank that ends by a signal, or by the exception of that name."""
+    error = Interrupted(f"rank {info.rank} was interrupted ({by})")
+    error.exit_code = exit_code
+    return error
+
+
+def interrupt_early(info: LaunchInfo, number: signal.Signals) -> None:
+    """Tell the others that this process ends by a signal, before it has opened the store, if that
+    is there. The launcher that ends the others needs not be told; nobody can be told by the process
+    that is to host the store."""
+    if info.world == 1 or info.port == 0 or info.hosts or info.ended_by_launcher:
+        return
+    late = unless_within(EARLY_S, lambda: os._exit(128 + number))
+    with contextlib.suppress(RendezvousError), late:
+        Shutdown(info, open_store(info, INTERRUPT_S, lambda line: None)).interrupt(number)
 
 
 def claim(store: Store, exit_code: int) -> int | None:

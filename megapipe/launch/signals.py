@@ -1,4 +1,4 @@
-"""Signals that ask the job to save and stop; a second one ends the process at once.
+"""Signals that ask the job to save and stop; a second one ends the job at once.
 
 =========  ============================================================================
 signal     meaning
@@ -10,7 +10,9 @@ SIGHUP     a terminal that closes: as SIGUSR1, for shell and system may both sen
            Where it is ignored from the beginning, as under nohup, it stays so
 =========  ============================================================================
 
-A launcher that is gone counts as SIGTERM, as nobody would end its processes any more.
+A SIGINT or SIGTERM within :data:`AGAIN_S` of the one before counts as that. One that ends a rank at
+once ends the others too, as far as the rank can tell them. A launcher that is gone counts as
+SIGTERM, as nobody would end its processes any more.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from megapipe.command_line import fresh_line
 from megapipe.errors import Preempted
 
 AGAIN_S = 1.0
-"""A signal that comes again within this time counts once: launchers hand on what a terminal has
-sent to all processes."""
+"""SIGINT and SIGTERM that come again within this time count once: launchers hand on what a terminal
+has sent to all processes."""
 LOOK_S = 1.0
 """Time between two looks at the process that started this one."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -54,6 +56,9 @@ class Listener:
         self._numbers = [number for number in numbers if not _is_kept_from(number)]
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
+        self._last: float | None = None
+        """When a signal was last counted, monotonic seconds."""
+        self._counted = 0
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before: dict[int, Any] = {
             number: signal.signal(number, self.handle) for number in self._numbers
@@ -82,6 +87,16 @@ class Listener:
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
+    def count(self) -> int:
+        """Count a signal that has just come; returns its number, from 1 on, or 0 if it comes
+        within :data:`AGAIN_S` of the one before, and does not count."""
+        now = time.monotonic()
+        if self._last is not None and now - self._last < AGAIN_S:
+            return 0
+        self._last = now
+        self._counted += 1
+        return self._counted
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Called in the main thread, before that goes on in Python."""
 
@@ -103,7 +118,36 @@ class Listener:
         os.close(reader)
 
 
-class StopRequest(Listener):
+class Interrupts(Listener):
+    """Ends the process at SIGINT, wherever its main thread is."""
+
+    def __init__(self, numbers: Sequence[signal.Signals] = (signal.SIGINT,)) -> None:
+        self.interrupt: Callable[[signal.Signals], object] = lambda number: None
+        """Tells other processes, which takes it a moment, before this one ends."""
+        self._interrupted = False
+        super().__init__(numbers)
+        self.listen()
+
+    def arrived(self, number: signal.Signals) -> None:
+        if self.count():
+            self.end_at_once(number)
+
+    def end_at_once(self, number: signal.Signals) -> None:
+        """End the process through :attr:`interrupt`; the next time without it."""
+        if self._interrupted:
+            os._exit(128 + number)
+        self._interrupted = True
+        # in a thread of its own: this one has to hear the next signal
+        threading.Thread(target=self._end_at_once, args=(number,), daemon=True).start()
+
+    def _end_at_once(self, number: signal.Signals) -> None:
+        try:
+            self.interrupt(number)
+        finally:
+            os._exit(128 + number)
+
+
+class StopRequest(Interrupts):
     """Becomes true when a stop signal arrives; read at step boundaries, never acted on inside one.
 
     Before there is anything to save all but SIGINT end the job through `leave`.
@@ -121,12 +165,9 @@ class StopRequest(Listener):
         """The process that started this one, if that is to end it; else None."""
         self.steady = threading.Lock()
         """Whoever holds it is not ended by `leave`."""
-        self._last: float | None = None
-        """When the last SIGINT or SIGTERM came that counts, monotonic seconds."""
         self._leave: Callable[[Preempted], int] | None = None
         self._leaves = threading.Lock()
         super().__init__(STOP_SIGNALS)
-        self.listen()
 
     @property
     def leave(self) -> Callable[[Preempted], int] | None:
@@ -156,15 +197,17 @@ class StopRequest(Listener):
         self._ask(number)
         if number in NOTICES or (number == signal.SIGTERM and self.phase == "leaving"):
             return  # a launcher ends what is left of a job; all is saved, reports may be on the way
-        now, first = time.monotonic(), self._last is None
-        if self._last is not None and now - self._last < AGAIN_S:
+        count = self.count()
+        if count == 0:
             return
-        self._last = now
-        if not first or (number == signal.SIGINT and self.phase != "training"):
-            os._exit(128 + number)
-        if number == signal.SIGINT and self.speaks:
+        if count > 1 or (number == signal.SIGINT and self.phase != "training"):
+            self.end_at_once(number)
+        elif number == signal.SIGINT and self.speaks:
             with contextlib.suppress(OSError, ValueError):
-                text = "megapipe: saves after this step and ends; Ctrl-C again ends at once"
+                text = (
+                    "megapipe: saves after this step and ends; Ctrl-C again, more than "
+                    f"{AGAIN_S:g} s after this one, ends at once"
+                )
                 print(f"{fresh_line(sys.stderr)}{text}", file=sys.stderr, flush=True)
 
     def _ask(self, number: signal.Signals) -> None:

@@ -113,7 +113,7 @@ def start(
         ending = shutdown(
             info, store, timeout_s=timeout + WATCHED_S * watched, trace=command.traceback
         )
-        stop.leave = ending.stop
+        stop.leave, stop.interrupt = ending.stop, ending.interrupt
     watch, journal = None, Journal()
     several = info.local_world < info.world
     try:
@@ -199,7 +199,7 @@ def start(
         return 0
     except MegapipeError as error:
         return ending.report(error)
-    except (Exception, SystemExit) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         if is_out_of_memory(error):
             return ending.report(out_of_memory(error, config, layout, info.rank))
         return ending.report_unexpected(error)

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from megapipe.command_line import INTERRUPTED, TRACEBACK, begin_program, take_any_character
 from megapipe.errors import MegapipeError, Preempted
@@ -46,6 +47,7 @@ def train(argv: Sequence[str]) -> int:
                 except MegapipeError:
                     info = place.likely_place(os.environ)
                     raise
+            stop.interrupt = partial(shutdown.interrupt_early, info)
             place.spare_threads(info.local_world)
             # below here, as they take a second, in which a signal may come
             from megapipe import cli
@@ -61,4 +63,4 @@ def train(argv: Sequence[str]) -> int:
         except MegapipeError as error:
             return end(error)
         except KeyboardInterrupt:
-            return INTERRUPTED
+            return end(shutdown.interrupted(info)) if info.world > 1 else INTERRUPTED

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +16,7 @@ from megapipe.errors import ConfigError, LaunchError, MegapipeError
 from megapipe.keys import refuse_code
 from megapipe.launch import rendezvous
 from megapipe.launch.place import find_launch_info
-from megapipe.launch.shutdown import Shutdown
+from megapipe.launch.shutdown import Shutdown, interrupt_early
 from megapipe.launch.signals import StopRequest
 from megapipe.train import job
 
@@ -81,6 +82,7 @@ def train(
     info = find_launch_info(os.environ)
     try:
         with StopRequest() if info.launched else _NoSignals() as stop:
+            stop.interrupt = partial(interrupt_early, info)
             job.start(cli.Command(config, where=where), info, stop, _Raising, callbacks)
     finally:
         if world_size() is not None:

@@ -36,6 +36,10 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+PATIENT = {"parallel.timeout_s": "600"}
+"""Ranks that would wait for each other for longer than a test may take."""
+
+
 def endless(folder: Path, **more: str) -> list[str]:
     return arguments({**tiny(folder), **ENDLESS, **more})
 
@@ -61,7 +65,7 @@ def test_a_process_that_is_interrupted_saves_and_goes_on_later(tmp_path: Path) -
         "-m megapipe launch --nproc 1 -m megapipe train"
     )
     assert command.endswith("runs/run/config.yaml")
-    assert outcome.text.count("Ctrl-C again ends at once") == 1
+    assert outcome.text.count("Ctrl-C again, more than 1 s after this one, ends at once") == 1
     assert "Traceback" not in outcome.text
     saved = int(outcome.errors[0].split("saved step ")[1].split()[0])
     again = run_plain(tmp_path, *endless(tmp_path), f"train.stop_after={saved + 1}")
@@ -103,15 +107,39 @@ def test_a_second_interrupt_ends_a_process_that_waits_for_a_peer(tmp_path: Path)
         assert job.processes[0].wait(15) == 130
 
 
-def test_an_interrupt_before_training_ends_at_once(tmp_path: Path) -> None:
-    """Here while waiting for a peer that never comes."""
+INTERRUPTS = """
+import os, sys
+sys.path.insert(0, {root!r})
+from megapipe.train.main import main
+from megapipe.train.step import TrainStep
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+if os.environ["RANK"] == "1":
+    TrainStep.train = interrupted
+main(sys.argv[1:])
+"""
+
+
+def test_an_interrupt_in_code_of_one_rank_ends_all(tmp_path: Path) -> None:
+    script = tmp_path / "interrupts.py"
+    script.write_text(INTERRUPTS.format(root=str(ROOT)))
+    given = endless(tmp_path, **PATIENT, **{"parallel.pp": "2"})
+    outcome = run_forked(tmp_path, 2, *given, script=str(script))
+    outcome.assert_one_line(130, "rank 1 was interrupted (KeyboardInterrupt)")
+
+
+@in_parts("rank", [0, 1], full=[0])
+def test_an_interrupt_of_one_rank_ends_those_that_meet(rank: int, tmp_path: Path) -> None:
+    """At once: the others do not wait for it, nor for the third, which never comes."""
+    given = endless(tmp_path, **PATIENT, **{"train.global_batch": "6"})
     with Job(tmp_path) as job:
-        job.ranks(2, {0: arguments(tiny(tmp_path))})
+        job.ranks(3, {0: given, 1: given})
         job.await_handlers()
-        time.sleep(2.0)
-        job.processes[0].send_signal(signal.SIGINT)
-        assert job.processes[0].wait(15) == 130
-        assert "Traceback" not in job.text
+        time.sleep(3.0)
+        job.processes[rank].send_signal(signal.SIGINT)
+        assert job.processes[rank].wait(3) == 130
+        outcome = job.end()
+    outcome.assert_one_line(130, f"rank {rank} was interrupted (SIGINT)")
 
 
 def test_an_interrupt_under_torchrun_saves_all(tmp_path: Path) -> None:
@@ -167,11 +195,8 @@ def test_a_second_interrupt_of_our_launcher_ends_at_once(
             job.processes[0].send_signal(signal.SIGINT)
         assert job.processes[0].wait(10) == 130
         outcome = job.end()
-    assert outcome.errors == []
-
-
-PATIENT = {"parallel.timeout_s": "600"}
-"""Ranks that would wait for each other for longer than a test may take."""
+    lines = [] if 0 in stopped else ["megapipe: rank 0 was interrupted (SIGINT)"]
+    assert outcome.errors == lines
 
 
 @in_parts(
@@ -332,22 +357,37 @@ def test_a_signal_within_a_validation(tmp_path: Path) -> None:
 SETS_UP = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from megapipe.train import corpus, trainer
+from megapipe.train import corpus, job, trainer
 from megapipe.train.main import main
 def stay(*_, **__):
     os.write(1, b"it stays\\n")
     time.sleep(600)
-if os.environ["RANK"] == "0":
+if os.environ["RANK"] == "{rank}":
     {place} = stay
 main(sys.argv[1:])
 """
+
+
+def test_an_interrupt_of_a_rank_on_its_way_to_the_store_ends_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "sets_up.py"
+    place = "job.rendezvous.open_store"
+    script.write_text(SETS_UP.format(root=str(ROOT), place=place, rank=1))
+    given = endless(tmp_path, **PATIENT, **{"parallel.pp": "2"})
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with Job(tmp_path) as job:
+        job.start([str(script), *given], {**common, "RANK": "0"})
+        job.await_store(int(common["MASTER_PORT"]))
+        job.start([str(script), *given], {**common, "RANK": "1"})
+        job.await_text("it stays")
+        job.processes[1].send_signal(signal.SIGINT)
+        job.end().assert_one_line(130, "rank 1 was interrupted (SIGINT)")
 
 
 @in_parts("place", ["corpus.load_sources", "trainer.TrainStep"], full=["corpus.load_sources"])
 def test_a_scheduler_stops_a_job_that_is_set_up(place: str, tmp_path: Path) -> None:
     """The signal comes to the rank that waits for one that tokenizes, or builds its model."""
     script = tmp_path / "sets_up.py"
-    script.write_text(SETS_UP.format(root=str(ROOT), place=place))
+    script.write_text(SETS_UP.format(root=str(ROOT), place=place, rank=0))
     given = endless(tmp_path, **PATIENT, **{"parallel.pp": "2"})
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with Job(tmp_path) as job:

@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 OUR_FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/megapipe/|/train\.py", line')
 """A line of a traceback that is in the program, and not in what is installed below its folder."""
+HOW_IT_ENDED = re.compile(r"megapipe: (error:|stopped by|rank \d+ was interrupted)")
+"""Beginnings of lines on how a job ended."""
 LIMIT_S = 120.0
 """A job that takes longer hangs."""
 MARK = "MEGAPIPE_TEST_JOB"
@@ -98,8 +100,7 @@ class Outcome:
     @property
     def errors(self) -> list[str]:
         """Lines on how it ended."""
-        begins = ("megapipe: error:", "megapipe: stopped by")
-        return [line for line in self.text.splitlines() if line.startswith(begins)]
+        return [line for line in self.text.splitlines() if HOW_IT_ENDED.match(line)]
 
     def assert_one_line(self, code: int, *needles: str) -> None:
         """One error line with these words, this exit code of every process, no traceback."""
