@@ -14,7 +14,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TextIO
 
-from megapipe.errors import ConfigError, Interrupted, MegapipeError, Preempted
+from megapipe.errors import ConfigError, Interrupted, LaunchError, MegapipeError, Preempted
+from megapipe.paths import temporary_folder_problem
 from megapipe.words import is_terminal, without_secrets
 
 TRACEBACK = "--traceback"
@@ -144,10 +145,17 @@ def suggested(action: argparse.Action) -> Iterable[str]:
 
 @contextlib.contextmanager
 def quiet_interrupts() -> Iterator[None]:
-    """End the process at Ctrl-C with nothing but the exit code: around all of a program, as what it
-    loads takes seconds."""
+    """End the process at Ctrl-C with nothing but the exit code, and on an error with a line: around
+    all of a program, as what it loads takes seconds."""
     try:
-        yield
+        try:
+            yield
+        except FileNotFoundError:  # a temporary file's, or of torch, which code of others loads
+            check_temporary_folder()
+            raise
+    except MegapipeError as error:
+        say(error)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
@@ -203,9 +211,17 @@ def _write(text: str) -> None:
             print(text, end="", file=sys.stderr, flush=True)
 
 
+def check_temporary_folder() -> None:
+    """Raise :class:`LaunchError` where torch could not be loaded, as it needs such a folder."""
+    if (problem := temporary_folder_problem()) is not None:
+        raise LaunchError(problem)
+
+
 def load_torch() -> None:
-    """Import torch, which takes seconds, and say so before."""
+    """Import torch, which takes seconds, and say so before. Raises :class:`LaunchError` where there
+    is no folder for temporary files."""
     if "torch" not in sys.modules:
+        check_temporary_folder()
         with phase("loading torch"):
             import torch  # noqa: F401
 

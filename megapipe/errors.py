@@ -11,8 +11,8 @@ code  meaning
 2     configuration or command line; a number of processes that does not fit it, or a run folder
       that another job has
 3     data: corpus, token files, tokenizer
-4     launch: rendezvous, a loopback interface that is down, ranks that disagree, a lost peer, a
-      run folder that another job has taken over
+4     launch: rendezvous, a loopback interface that is down, no folder for temporary files, ranks
+      that disagree, a lost peer, a run folder that another job has taken over
 5     checkpoint: missing, damaged, or of another model
 6     numerics: loss or gradient is not finite
 7     memory of a device or of the host is used up

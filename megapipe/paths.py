@@ -5,6 +5,7 @@
 """
 
 import os
+import tempfile
 from pathlib import Path
 
 LATEST = "latest"
@@ -14,6 +15,19 @@ LATEST = "latest"
 def user_path(name: str) -> Path:
     """The path of a name that may begin with ``~``."""
     return Path(os.path.expanduser(name))
+
+
+def temporary_folder_problem() -> str | None:
+    """Say that this host has no folder for temporary files, which torch needs to be loaded."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        tried = (error.strerror or "").partition(" in ")[2]
+        return (
+            f"no folder takes temporary files, of {tried}: make room in one, or set TMPDIR to a "
+            "folder that can be written to"
+        )
+    return None
 
 
 def exists(path: Path) -> bool:

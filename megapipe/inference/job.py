@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from megapipe.command_line import TRACEBACK, Parser, begin_program, load_torch
+from megapipe.command_line import (
+    TRACEBACK,
+    Parser,
+    begin_program,
+    check_temporary_folder,
+    load_torch,
+)
 from megapipe.errors import ConfigError, MegapipeError, OutOfMemory
 from megapipe.launch import devices, place, rendezvous
 from megapipe.launch.place import LaunchInfo
@@ -66,6 +72,7 @@ def main(parser: Parser, argv: Sequence[str]) -> int:
     try:
         info = place.find_launch_info(os.environ)
         place.spare_threads(info.local_world)
+        check_temporary_folder()
         given = parser.parse_args(argv)
         wanted = _wanted(given, info)
     except MegapipeError as error:

@@ -23,6 +23,7 @@ from megapipe.launch.affinity import near
 from megapipe.launch.devices import Cuda, pci_address
 from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.open_files import USUAL
+from megapipe.paths import temporary_folder_problem
 from megapipe.words import print_folded
 
 OLDEST_TORCH = (2, 10)
@@ -68,6 +69,8 @@ def host(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("ok", "open files", f"{soft}, up to {hard}: room for {most} processes")
     if (problem := loopback_problem()) is not None:
         yield Finding("wrong", "loopback", problem)
+    if (problem := temporary_folder_problem()) is not None:
+        yield Finding("wrong", "temporary", problem)
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -94,6 +97,8 @@ _INTERFACE = "for jobs on several hosts expected GLOO_SOCKET_IFNAME=INTERFACE"
 
 def gpus() -> Iterator[Finding]:
     """The CUDA devices that this process sees."""
+    if temporary_folder_problem() is not None:
+        return  # torch cannot be loaded
     import torch
 
     count = Cuda().count()

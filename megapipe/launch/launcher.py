@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
-from megapipe.command_line import begin_program, say
+from megapipe.command_line import begin_program, check_temporary_folder, say
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch import progress
 from megapipe.launch.endpoints import Endpoint, Nodes
@@ -84,10 +84,12 @@ def launch(
     By default there is a process per GPU, or one. Where a fault ends a run that can go on, all
     nodes start it again, `restarts` times without coming further. Returns the exit code: that
     of the first rank to fail, 128 + n where signal n killed it; 0 if none fails. Raises
-    :class:`LaunchError` if the nodes do not meet, :class:`TooManyRestarts`. To be called in the
+    :class:`LaunchError` if the nodes do not meet or a folder for temporary files is missing,
+    :class:`TooManyRestarts`. To be called in the
     main thread. With `ends` this process ends with the code, and signals are ignored from when it
     is known: a scheduler that ends the job because one launcher has ended changes nothing.
     """
+    check_temporary_folder()
     if is_terminal(sys.stderr):  # somebody waits for a first line
         what = "a process for each GPU" if nproc is None else counted(nproc, "process")
         print(f"megapipe: starting {what}", file=sys.stderr, flush=True)

@@ -35,6 +35,7 @@ from megapipe.launch.deadline import unless_within
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
 from megapipe.launch.speaking import is_speaker, speaks_alone
+from megapipe.paths import temporary_folder_problem
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -354,10 +355,11 @@ def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) ->
     """End on an error from before the processes have met. Returns the exit code.
 
     As a rule all processes have the same error, so rank 0 prints it at once, and another process
-    prints its own only when it has heard that rank 0 is well. Where they have no place to meet the
-    first of each node prints it. `trace`: with where it arose.
+    prints its own only when it has heard that rank 0 is well. Where they have no place to meet, or
+    cannot load what they need for it, the first of each node prints it. `trace`: with where it
+    arose.
     """
-    if info.port == 0:
+    if info.port == 0 or temporary_folder_problem() is not None:
         if info.local_rank == 0:
             say(error, trace=trace)
         return error.exit_code

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megapipe import heartbeat
 from megapipe.cli import Command, flatten, show
-from megapipe.command_line import load_torch, phase
+from megapipe.command_line import check_temporary_folder, load_torch, phase
 from megapipe.config import Config
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.environment import set_environment
@@ -62,6 +62,7 @@ def start(
     stop.speaks = info.rank == 0
     stop.launcher = os.getppid() if info.hosted else None
     if not command.dry_run:  # before code of the user's may load torch
+        check_temporary_folder()
         given = command.config
         alone = given.parallel.pp == 1 or given.pipeline.channels == "in_process"
         set_environment(

@@ -253,3 +253,22 @@ def test_closed_streams(tmp_path: Path, given: list[str]) -> None:
         timeout=60,
     ).returncode
     assert code == (2 if "=" in given[0] else 0)
+
+
+NO_TEMPORARY_FOLDER = """
+import sys, tempfile
+sys.path.insert(0, {root!r})
+tempfile.tempdir, tempfile._candidate_tempdir_list = None, lambda: ["/nowhere"]
+from megapipe.train.main import main
+main(sys.argv[1:])
+"""
+
+
+def test_ranks_without_a_folder_for_temporary_files(tmp_path: Path) -> None:
+    """They cannot meet, as torch cannot be loaded."""
+    script = tmp_path / "none.py"
+    script.write_text(NO_TEMPORARY_FOLDER.format(root=str(ROOT)))
+    given = arguments({**tiny(tmp_path), "parallel.pp": "2"})
+    outcome = run_forked(tmp_path, 2, *given, script=str(script))
+    outcome.assert_one_line(4, "no folder takes temporary files, of ['/nowhere']: make room")
+    assert outcome.seconds < TIMEOUT_S

@@ -4,6 +4,7 @@ import contextlib
 import io
 import runpy
 import sys
+import tempfile
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -13,6 +14,9 @@ import pytest
 
 from megapipe import cli, console, presets
 from megapipe.command_line import Parser, load_torch, phase, run_command
+from megapipe.errors import LaunchError
+from megapipe.launch import doctor
+from megapipe.launch.launcher import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,19 +103,13 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_an_interrupt_while_a_command_loads_is_an_exit_code(
-    program: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The module of the command is one that presses Ctrl-C as it is loaded."""
+def end_of(program: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    """The exit code of a program, the module of whose command does `body` as it is loaded."""
     path, *names = program.split()
     parts = Path(path).with_suffix("").parts
     name = names[0] if names else parts[-1 - (parts[-1] == "__main__")].replace("_", "-")
-    place = tmp_path / "presses.py"
-    place.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    place = folder / "loaded.py"
+    place.write_text(body)
     module = console.COMMANDS[name][0]
     monkeypatch.delitem(sys.modules, module, raising=False)
 
@@ -124,8 +122,59 @@ def test_an_interrupt_while_a_command_loads_is_an_exit_code(
     with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
         runpy.run_path(str(ROOT / path), run_name="__main__")
     assert isinstance(ended.value, SystemExit)
-    assert ended.value.code == 130
+    return ended.value.code
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_interrupt_while_a_command_loads_is_an_exit_code(
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The module of the command is one that presses Ctrl-C as it is loaded."""
+    presses = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
+    assert end_of(program, presses, tmp_path, monkeypatch) == 130
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_command_without_a_folder_for_temporary_files_says_so(
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The module of the command looks for one as it is loaded, as torch does."""
+    looks = "import tempfile\ntempfile.gettempdir()\n"
+    no_temporary_folder(monkeypatch)
+    assert end_of(program, looks, tmp_path, monkeypatch) == 4
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("megapipe: error: no folder takes temporary files, of ['/nowhere']: ")
+
+
+def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+
+
+def test_torch_is_not_loaded_without_a_folder_for_temporary_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By commands, launchers and the doctor, which finds it wrong."""
+    no_temporary_folder(monkeypatch)
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "torch":
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "torch")
+    for load in (load_torch, lambda: launch(["train.py"], nproc=1)):
+        with pytest.raises(LaunchError, match=r"^no folder takes temporary files"):
+            load()
+    assert "torch" not in sys.modules
+    (found,) = (finding for finding in doctor.host({}) if finding.what == "temporary")
+    assert found.state == "wrong"
+    assert [*doctor.gpus()] == []
 
 
 def test_a_terminal_need_not_know_every_character(monkeypatch: pytest.MonkeyPatch) -> None:
