@@ -17,6 +17,8 @@ from megapipe.command_line import Parser, load_torch, phase, run_command
 from megapipe.errors import LaunchError
 from megapipe.launch import doctor
 from megapipe.launch.launcher import launch
+from megapipe.launch.place import LaunchInfo
+from megapipe.launch.shutdown import end_early
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -160,17 +162,21 @@ def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_is_not_loaded_without_a_folder_for_temporary_files(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By commands, launchers and the doctor, which finds it wrong."""
+    """By commands, launchers, ranks that end, of which the first of each node says why, and the
+    doctor, which finds it wrong."""
     no_temporary_folder(monkeypatch)
     for name in [*sys.modules]:
         if name.partition(".")[0] == "torch":
             monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     for load in (load_torch, lambda: launch(["train.py"], nproc=1)):
         with pytest.raises(LaunchError, match=r"^no folder takes temporary files"):
             load()
+    for rank in range(4):
+        assert end_early(LaunchError("why"), LaunchInfo(rank, 4, rank % 2, 2, launched=True)) == 4
+    assert capsys.readouterr().err == 2 * "megapipe: error: why\n"
     assert "torch" not in sys.modules
     (found,) = (finding for finding in doctor.host({}) if finding.what == "temporary")
     assert found.state == "wrong"
