@@ -86,6 +86,8 @@ class Shutdown:
         self.trace = trace
         self.timeout_s = timeout_s
         self.linger_s = linger_s
+        self.lingers = info.hosts
+        """Whether this process waits for the others before it leaves, as the store ends with it."""
         self.answer_s: float | None = None
         """How long the store may take to tell who speaks, if not as long as ever."""
         self.cleanup: Callable[[], None] = lambda: None
@@ -283,7 +285,7 @@ class Shutdown:
             time.sleep(0.05)
 
     def leave(self, code: int = 0) -> None:
-        """Tell the store that this process is done with it; the host of the store waits for all.
+        """Tell the store that this process is done with it; one that lingers waits for all.
 
         The process ends with `code` if the store does not answer.
         """
@@ -291,11 +293,11 @@ class Shutdown:
 
         self._ender.acquire()
         self._leaving.set()
-        seconds = ANSWER_S + self.linger_s * self.info.hosts
+        seconds = ANSWER_S + self.linger_s * self.lingers
         with contextlib.suppress(DistError), unless_within(seconds, lambda: os._exit(code)):
             if self._store.add("left", 1) == self.info.world:
                 self._store.set("all left", "")
-            if self.info.hosts:
+            if self.lingers:
                 self._store.wait(["all left"], datetime.timedelta(seconds=self.linger_s))
 
     def _claim(self, exit_code: int) -> bool:
@@ -355,8 +357,9 @@ def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) ->
     """End on an error from before the processes have met. Returns the exit code.
 
     As a rule all processes have the same error, so rank 0 prints it at once, and another process
-    prints its own only when it has heard that rank 0 is well. Where they have no place to meet, or
-    cannot load what they need for it, the first of each node prints it. `trace`: with where it
+    prints its own only when it has heard that rank 0 is well. Ranks beside the store wait for the
+    others, which may have begun later, so that they hear of it. Where they have no place to meet,
+    or cannot load what they need for it, the first of each node prints it. `trace`: with where it
     arose.
     """
     if info.port == 0 or temporary_folder_problem() is not None:
@@ -376,6 +379,9 @@ def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) ->
                 with unless_within(PATIENCE_S + ANSWER_S, lambda: os._exit(error.exit_code)):
                     _hear_from_first(store)
             early = Shutdown(info, store, linger_s=PATIENCE_S, trace=trace)
+            # a launcher of several nodes ends with its ranks, and the first one has the store
+            first_node = info.hosted and info.rank < info.local_world
+            early.lingers |= first_node and not info.ended_by_launcher
             return early.report(error, said=info.rank == 0)
         except RendezvousError:
             pass

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.launch.launcher import main
-from tests.parity.jobs import Job, Outcome, free_port
+from tests.parity.jobs import ROOT, Job, Outcome, free_port
 from tests.parity.marks import in_parts
 
 SHOW = (
@@ -109,6 +109,29 @@ def test_the_node_of_the_store_may_end_first(tmp_path: Path) -> None:
         outcome = job.end()
     assert outcome.text == "left\n" * 2
     assert outcome.codes == [6, 6]
+
+
+LATE = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+time.sleep(float(os.environ["TEST_LATE_S"]))
+from megapipe.train.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.full
+def test_a_mistake_is_told_once_where_one_node_is_late(tmp_path: Path) -> None:
+    """The launcher whose ranks find it first has the store."""
+    script, port = tmp_path / "late.py", free_port()
+    script.write_text(LATE.format(root=str(ROOT)))
+    nodes = ["--nnodes", "2", "--nproc", "2", "--rdzv-id", "a"]
+    nodes += ["--rdzv-endpoint", f"localhost:{port}", str(script), "train.stepps=1"]
+    with Job(tmp_path) as job:
+        for late_s in (0, 4):
+            job.start(["-m", "megapipe.launch", *nodes], {"TEST_LATE_S": str(late_s)})
+            job.await_store(port)
+        job.end().assert_one_line(2, "train.stepps")
 
 
 @pytest.mark.full
