@@ -29,12 +29,12 @@ RATES = (1e-2, 2e-2, 5e-3)
 """Learning rates of the steps that tests take."""
 
 
-def model(dtype: str = "fp64") -> ModelConfig:
+def model(dtype: str = "fp64", hidden: int = 12) -> ModelConfig:
     """Describe a model with every kind of parameter: two queries to a key, a padded vocabulary,
-    positions, gated MLPs, biases, a free head."""
+    positions, gated MLPs, biases, a free head. With 16 `hidden` values no segment is padded."""
     config = ModelConfig(
         layers=2,
-        hidden=12,
+        hidden=hidden,
         heads=8,
         kv_heads=4,
         head_dim=3,
@@ -188,9 +188,10 @@ def make_shard(
     device: str = "cpu",
     *,
     velocity: bool = False,
+    hidden: int = 12,
 ) -> Shard:
     """This rank's shard of the one bucket of a whole model."""
-    config = model(dtype)
+    config = model(dtype, hidden)
     stage = StageSpec(embedding=True, layers=range(config.layers), head=True)
     module = GPTStage(config, stage, Sharding(tp, False, TORCH_DTYPES[dtype]))
     bucket = Bucket(0, list(owned_parameters(module)), axis, torch.device(device))

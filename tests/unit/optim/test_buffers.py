@@ -17,8 +17,9 @@ from megapipe.layers.weight_grad import main_grad
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
-from megapipe.optim.buffers import Bucket, main_dtype, make_buckets
+from megapipe.optim.buffers import Bucket, main_dtype, make_buckets, owned_parameters
 from megapipe.optim.policy import ZeroPolicy
+from megapipe.optim.shard import Shard
 from megapipe.plan.buckets import ALIGNMENT, Sized, aligned, cut
 
 MODEL = ModelConfig(layers=2, hidden=6, heads=2, vocab_size=11).resolved(
@@ -89,6 +90,22 @@ def test_entries_lie_end_to_end_in_a_length_that_the_group_divides(dp: int) -> N
     assert 0 <= bucket.numel - bucket.entries[-1].stop < dp * ALIGNMENT
     assert bucket.numel % (dp * ALIGNMENT) == 0
     assert len({entry.spec.name for entry in bucket.entries}) == 12
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("copies", [3, 5, 6])
+def test_ranks_that_update_the_same_slice_share_out_all_of_it(shards: int, copies: int) -> None:
+    """Whatever their number is, as with ZeRO-0 and hybrid shards, each counts an equal part."""
+    counted: list[int] = []
+    for index, copy in itertools.product(range(shards), range(copies)):
+        parameters = list(owned_parameters(stage(MIDDLE)))
+        axes = group(shards, index), group(copies, copy)
+        bucket = Bucket(1, parameters, axes[0], torch.device("cpu"), replicate=axes[1])
+        shard = Shard(bucket, group(2))
+        assert (shard.own_stop - shard.own_start) % ALIGNMENT == 0
+        counted += range(shard.own_start, shard.own_stop)
+    assert counted == list(range(bucket.numel))
+    assert bucket.numel >= bucket.entries[-1].stop
 
 
 def test_segments_have_equal_properties_and_cover_every_parameter() -> None:

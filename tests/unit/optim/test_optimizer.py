@@ -111,6 +111,27 @@ def test_an_update_is_torch_s_adamw_with_decay_for_matrices_alone() -> None:
         assert bucket.view(bucket.weights, entry).equal(values.bfloat16()), "published"
 
 
+def test_weights_look_as_far_ahead_after_a_resume() -> None:
+    """By the count of updates and by the last learning rate, which are saved."""
+    first, bucket = alone(clip=None, look_ahead=2)
+    reduced(first)
+    first.update(1e-2)
+    first.await_all_weights()
+    again, loaded = alone(clip=None, look_ahead=2)
+    saved = {
+        (own.spec.name, kind): v for own in first.own_slices() for kind, v in own.values.items()
+    }
+    again.set_weights(lambda spec, out: out.view(-1).copy_(saved[spec.name, "model"]))
+
+    def fill(name: str, spec: LocalParameter, out: Tensor) -> None:
+        out.view(-1).copy_(saved[spec.name, f"optimizer.{name}"])
+
+    again.set_states(first.count, fill, lr=first.lr)
+    assert masters(again).equal(masters(first))
+    assert loaded.weights.equal(bucket.weights)
+    assert not loaded.weights.equal(masters(again).bfloat16()), "ahead"
+
+
 def test_small_updates_are_kept_in_full_precision() -> None:
     """An update too small for bf16 to show moves the master weights all the same."""
     optimizer, bucket = alone(clip=None, weight_decay=0.0)

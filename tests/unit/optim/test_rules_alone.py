@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -147,6 +148,22 @@ def step_once(settings: dict[str, Any], weight: float, grad: float) -> tuple[Ten
     shard.grad[used] = grad
     rule.step([shard], 0.5, 0)
     return before, shard.store.read("model", 0, shard.stop)[used]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_weight_decay_ends_where_norms_and_biases_begin(name: str) -> None:
+    """No padding is between them and the matrices that decay. Gradients are zero."""
+    rule = build_rule(PLAIN[name].config)
+    shard = make_shard(rule, ALONE, ALONE, hidden=16)
+    master = shard.store.read("model", 0, shard.stop)
+    before = master.clone()
+    shard.grad = torch.zeros_like(master)
+    rule.step([shard], 0.1, 0)
+    pairs = [*pairwise(shard.bucket.entries)]
+    assert all(a.stop == b.start for a, b in pairs if a.spec.decay != b.spec.decay)
+    for entry in shard.bucket.entries:
+        unchanged = master[entry.start : entry.stop].equal(before[entry.start : entry.stop])
+        assert unchanged == (not entry.spec.decay), entry.spec.name
 
 
 @pytest.mark.parametrize("rule", ["lars", "lamb"])

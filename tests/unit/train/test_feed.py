@@ -208,6 +208,17 @@ def test_without_an_unmasked_token_the_scale_is_zero() -> None:
     assert result[0, 0].scale == 0.0
 
 
+def test_a_loss_scale_multiplies_the_loss_and_the_terms_of_experts() -> None:
+    schedule = gpipe_on(loop(1), 2)
+    plain, scaled = (
+        new_feed().fetch(schedule, Source(), 0, 0, factor)[0][1, 0] for factor in (1.0, 2.0**16)
+    )
+    assert plain.scale == 2 / (2 * ROWS * LENGTH)
+    assert plain.position_scale == 1 / (2 * ROWS * LENGTH), "of masked positions too"
+    assert scaled.scale == 2.0**16 * plain.scale
+    assert scaled.position_scale == 2.0**16 * plain.position_scale
+
+
 def test_what_a_process_does_not_fetch_has_its_coordinates_all_the_same() -> None:
     schedule = gpipe_on(loop(3), 4, sizes=(HALF,) * 4, slices=2)
     (first, *_), (middle, *_) = (
@@ -221,7 +232,9 @@ def test_what_a_process_does_not_fetch_has_its_coordinates_all_the_same() -> Non
 
 def new_feed(**data: Any) -> Feed:
     config = Config(
-        train=TrainConfig(microbatch=ROWS), run=RunConfig(seed=SEED), data=DataConfig(**data)
+        train=TrainConfig(microbatch=ROWS, sequence_length=LENGTH),
+        run=RunConfig(seed=SEED),
+        data=DataConfig(**data),
     )
     layout: Any = SimpleNamespace(dp=1, cp=1, split=Split(), slice_lengths=(LENGTH,))
     mesh: Any = FakeMesh(Axis(1, 0, (0,), None), 0)
@@ -324,6 +337,31 @@ def test_tokens_and_losses_of_a_mixture() -> None:
     result, counted = feed.fetch(gpipe_on(loop(1), 1), Source(), 0, 0)
     assert counted.by_source == (0, 0, 0)
     assert result[0, 0].by_source is None
+
+
+@pytest.mark.parametrize("lengths", [(LENGTH,), (4, 2)])
+def test_pieces_of_rows_have_the_documents_of_their_rows(lengths: tuple[int, ...]) -> None:
+    """With those of earlier slices. The first row is one document, and others change at each
+    position, where learned positions begin anew."""
+    ids = torch.arange(ROWS).unsqueeze(1) * torch.arange(LENGTH)
+    expected = torch.arange(LENGTH) * (torch.arange(ROWS) == 0).unsqueeze(1)
+
+    def packed(indices: Sequence[int]) -> Samples:
+        return Samples(*Source()(indices), ids)
+
+    feed = new_feed(document_mask=True, reset_positions=True)
+    layout: Any = feed.layout
+    feed.document_end, layout.slice_lengths = 0, lengths
+    quarter, slices = Fraction(1, 4), len(lengths)
+    schedule = gpipe_on(loop(1), 3, sizes=(quarter, HALF, quarter), slices=slices)
+    result, _ = feed.fetch(schedule, packed, 0, 0)
+    assert len(result) == 3 * slices
+    for (part, number), mb in result.items():
+        rows, stop = (slice(0, 1), slice(1, 3), slice(3, 4))[part], sum(lengths[: number + 1])
+        assert mb.documents is not None
+        assert mb.documents.ids.equal(ids[rows, :stop])
+        assert mb.positions is not None
+        assert mb.positions.t().equal(expected[rows, stop - lengths[number] : stop])
 
 
 def test_positions_begin_anew_in_each_document() -> None:

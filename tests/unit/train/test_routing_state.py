@@ -24,6 +24,25 @@ def test_biases_move_towards_the_mean_of_their_layer() -> None:
     assert state.largest_bias == 1
 
 
+@pytest.mark.parametrize("here", [[], [1], [1, 3]])
+def test_what_moves_ahead_moves_once(here: list[int]) -> None:
+    """The layers here first, all of them when the update holds; nothing where it is undone."""
+    known = [([layer], TOLD) for layer in here]
+    waits, ahead = (RoutingState(EXPERTS, bias_rate=0.5, counts=True) for _ in range(2))
+    for step in range(3):
+        ahead.keep()
+        ahead.move_ahead(known)
+        for layer, bias in ahead.biases.items():
+            assert bias.any() == (step > 0 or layer in here)
+        if step == 1:
+            ahead.undo()
+        else:
+            waits.move(TOLD)
+            ahead.confirm(TOLD)
+        for one, other in zip(waits.pieces(), ahead.pieces(), strict=True):
+            assert one.tensor.equal(other.tensor), (step, one.name)
+
+
 @pytest.mark.parametrize("rate", [None, 0.0])
 def test_without_a_rate_nothing_moves(rate: float | None) -> None:
     state = RoutingState(EXPERTS, bias_rate=rate)
