@@ -18,8 +18,10 @@ from megapipe.train.trainer import Trainer
 from tests.parity.ranks import Case, check_case, expected, plain, run_cases
 
 CASE = Case(documents=True, model="llama", sequence=12)
+HALVES = replace(CASE, pp=2, m=2, schedule="chimera_backward_halving", masked=0.4)
 CASES = {
     1: [CASE, replace(CASE, slices=3, schedule="seq1f1b"), replace(CASE, model="gpt2")],
+    2: [HALVES, replace(HALVES, model="gpt2", batch=4, in_process=True, dp=2)],
     4: [
         replace(CASE, pp=4, m=4, model="gpt2"),  # the inner stages see no tokens
         replace(CASE, pp=2, tp=2, m=4, sequence_parallel=True, kv_heads=2),

@@ -113,6 +113,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 @pytest.mark.parametrize(
     "case",
     [
+        pytest.param(ALONE, id="alone"),
         pytest.param(PARALLEL, id="zero 1", marks=pytest.mark.slow),
         pytest.param(
             replace(PARALLEL, zero=3, dtype="fp32"), id="zero 3, fp32", marks=pytest.mark.full

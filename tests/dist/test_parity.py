@@ -20,7 +20,7 @@ from tests.parity.pair_runs import (
 )
 from tests.parity.ranks import Case, configure
 
-WORLDS = (1, 2, 3, 4, 5, 8)
+WORLDS = (1, 2, 3, 4, 5, 6, 8)
 
 
 @pytest.mark.full

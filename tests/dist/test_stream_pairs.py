@@ -43,8 +43,12 @@ def test_the_file_of_cases_holds_every_pair() -> None:
 
 
 HERE = {field for dimension in DIMENSIONS for field in JOINT.get(dimension, [dimension])}
-OTHERS = [name for name, about in SWITCHES.items() if not about.elsewhere and name not in HERE]
-"""Fields that the parity matrix varies, and this one does not."""
+OTHERS = [
+    name
+    for name, about in SWITCHES.items()
+    if about.key and not about.elsewhere and name not in HERE
+]
+"""Fields that the parity matrix varies by keys, and this one does not."""
 
 
 @functools.cache

@@ -244,6 +244,8 @@ class Case:
     batch: int = switch(2, "train.microbatch", elsewhere="follows from m")
     sequence: int = switch(8, "train.sequence_length", elsewhere=SIZE)
     steps: int = switch(STEPS, "train.steps", elsewhere="many: test_parity")
+    resumed: bool = switch(False, layout=True, values=BINARY)
+    """Whether the second step is one of a run that goes on from a checkpoint of the first."""
 
     @property
     def replicated(self) -> bool:

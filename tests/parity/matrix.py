@@ -38,6 +38,7 @@ LAYOUTS += [
     if dp * cp * tp * pp <= 8
 ]
 LAYOUTS += [(4, 2, 1, 1), (1, 2, 4, 1), (1, 2, 1, 4), (1, 8, 1, 1)]
+LAYOUTS += [(3, 1, 1, 1), (6, 1, 1, 1)]  # as many ranks as no alignment is a multiple of
 JOINT_VALUES: dict[str, Sequence[Any]] = {
     "layout": LAYOUTS,
     "schedule": SCHEDULES,
@@ -79,6 +80,7 @@ PLAIN_SHARE = {
     "dtype": 0.5,
     "state": 0.5,
     "look_ahead": 0.7,
+    "resumed": 0.8,
     "rule": 0.4,
 }
 """How often a drawn value is the plain one, where values are no equals. Any other costs: seconds if

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -77,16 +80,12 @@ def _train(step: TrainStep, case: Case, outcome: Outcome, *, validate: bool) -> 
     rows = Rows(case)
     if validate:
         outcome.validation = step.evaluate(validation_rows(case), validation_samples(case)).loss
-    finish_reduce = step.optimizer.finish_reduce
-
-    def spy(loss_scale: float = 1.0) -> Tensor:
-        squares = finish_reduce(loss_scale)
-        outcome.grads.append(list(own_grads(step.optimizer)))
-        return squares
-
-    step.optimizer.finish_reduce = spy  # type: ignore[method-assign]
+    note_gradients(step, outcome)
     outcome.values.append(values_of(step))
     for i in range(case.steps):
+        if case.resumed and i == 1:
+            step = resumed(step)
+            note_gradients(step, outcome)
         outcome.chosen.append([])
         (result,) = step.train(i, rows) or step.settle()
         outcome.grads[i:] = outcome.grads[-1:]  # on GPUs the warm-up before the first reduces too
@@ -98,6 +97,39 @@ def _train(step: TrainStep, case: Case, outcome: Outcome, *, validate: bool) -> 
         outcome.copies.append(list(local_copies(step)))
     for shard in step.optimizer.shards:
         assert not any(grad.requires_grad for grad in shard.bucket.grads), "W built a graph"
+
+
+def note_gradients(step: TrainStep, outcome: Outcome) -> None:
+    """Note what this rank owns of the reduced gradients, each time they are."""
+    optimizer, finish_reduce = step.optimizer, step.optimizer.finish_reduce
+
+    def spy(loss_scale: float = 1.0) -> Tensor:
+        squares = finish_reduce(loss_scale)
+        outcome.grads.append(list(own_grads(optimizer)))
+        return squares
+
+    optimizer.finish_reduce = spy  # type: ignore[method-assign]
+
+
+def resumed(step: TrainStep) -> TrainStep:
+    """A new one that has loaded what the given one has saved after its first step."""
+    mesh = step.mesh
+    folder = Path(mesh.share(tempfile.mkdtemp() if mesh.rank == 0 else ""))
+    step.settle()
+    step.save(folder, 1)
+    again = TrainStep(
+        step.config,
+        step.layout,
+        mesh,
+        schedule=step.schedule,
+        kernels=step.kernels,
+        document_end=END,
+    )
+    again.load(folder)
+    mesh.barrier()
+    if mesh.rank == 0:
+        shutil.rmtree(folder)
+    return again
 
 
 def run_cases(world: World, cases: Sequence[Case], device: str = "cpu") -> list[Outcome]:
