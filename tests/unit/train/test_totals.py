@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.distributed.mesh import sum_in_pairs
+from megapipe.distributed.mesh import Axis, sum_in_pairs
+from megapipe.train.feed import Counted
+from megapipe.train.own_totals import own_loss
 from megapipe.train.totals import Totals, Wishes
 
 SQUARES = (1.0, 4.0, 20.0)
@@ -71,6 +75,28 @@ def test_where_it_is_not_finite(wrong: float, at: tuple[int, ...], text: str) ->
 @pytest.mark.parametrize("wrong", [math.inf, math.nan])
 def test_a_loss_that_is_not_finite(wrong: float) -> None:
     assert not Totals(SQUARES, wrong, 1).finite
+
+
+@pytest.mark.parametrize("loss", [3.5, math.inf, math.nan])
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_first_tp_rank_counts_a_loss_and_all_tell_one_that_is_not_finite(
+    index: int, loss: float
+) -> None:
+    """Of a mixture too: each tp rank has computed all losses."""
+    tp = Axis(2, index, (0, 1), None)
+    step: Any = SimpleNamespace(
+        mesh=SimpleNamespace(tp=tp, device=torch.device("cpu")),
+        last=SimpleNamespace(loss_sums={(0, 0): torch.tensor([loss], dtype=torch.float64)}),
+    )
+    loads = [{0: torch.ones(3)}]
+    given = Counted(7, (3, 4), [torch.tensor([1.5, 2.0])], loads)
+    total, counted = own_loss(step, given)
+    first = index == 0
+    assert math.isfinite(total.item()) == math.isfinite(loss)
+    assert not math.isfinite(loss) or total.item() == loss * first
+    assert (counted.tokens, counted.by_source) == ((7, (3, 4)) if first else (0, (0, 0)))
+    assert [losses.tolist() for losses in counted.summed_losses()] == [[1.5 * first, 2.0 * first]]
+    assert counted.loads is loads, "of the tokens of each rank alone"
 
 
 def test_squares_whose_sum_overflows_are_not_finite() -> None:
