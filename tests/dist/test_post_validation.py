@@ -80,8 +80,8 @@ def poisoned(poison: Poison, rank: int, now: list[int]) -> AbstractContextManage
     return mock.patch.object(Shard, "start_reduce", changed)
 
 
-def trained(world: World, this: Run, *, trust: bool) -> Outcome:
-    """Some steps of a run, with validation before or after."""
+def begin(world: World, this: Run, *, trust: bool) -> TrainStep:
+    """A run, with validation before or after."""
     case = this.case
     settings = configure(case)[0].model_dump()
     settings["train"]["steps"] = this.steps
@@ -91,7 +91,13 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
     step = TrainStep(config, layout, world.mesh(case.grid))
     params = reference.init_random(config.model, seed=3)
     step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
-    outcome, rows, now = Outcome(), Rows(case), [0]
+    return step
+
+
+def trained(world: World, this: Run, *, trust: bool) -> Outcome:
+    """Some steps of it."""
+    step = begin(world, this, trust=trust)
+    outcome, rows, now = Outcome(), Rows(this.case), [0]
     with poisoned(this.poison, world.rank, now):
         try:
             for now[0] in range(this.steps):
@@ -101,21 +107,27 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
             outcome.error = str(error)
     of_run = {"memory_gib": 0.0, "seconds": 0.0}
     outcome.results = [replace(result, **of_run) for result in outcome.results]
+    outcome.bits = bits_of(step)
+    outcome.count = step.optimizer.count
+    outcome.scaler = step.scaler.state()
+    outcome.undone = None if step.post_validation is None else step.post_validation.undone
+    return outcome
+
+
+def bits_of(step: TrainStep) -> dict[str, str]:
+    """Digests of what a rank has; see :attr:`Outcome.bits`."""
     step.optimizer.await_all_weights()
-    outcome.bits = {
+    bits = {
         f"weights of stage {stage}: {name}": digest(parameter.detach())
         for stage, module in step.modules.items()
         for name, parameter in module.named_parameters()
     }
     for piece in step.routing.pieces():
-        outcome.bits[piece.name] = digest(piece.tensor)
+        bits[piece.name] = digest(piece.tensor)
     for own in step.optimizer.own_slices():
         for kind, values in own.values.items():
-            outcome.bits[f"{kind} {own.spec.name} {own.spec.use}"] = digest(values)
-    outcome.count = step.optimizer.count
-    outcome.scaler = step.scaler.state()
-    outcome.undone = None if step.post_validation is None else step.post_validation.undone
-    return outcome
+            bits[f"{kind} {own.spec.name} {own.spec.use}"] = digest(values)
+    return bits
 
 
 def digest(values: torch.Tensor) -> str:
@@ -423,6 +435,27 @@ def test_a_prefix_that_is_not_aborted_is_noticed(norms: dict[bool, float]) -> No
     """By autograd, which knows that the weights have changed."""
     with pytest.raises(WorldError, match="modified by an inplace operation"):
         run_world(2, with_its_prefix, fault_case(norms))
+
+
+def loaded(world: World, this: Run, folder: Path) -> tuple[list[int], dict[str, str]]:
+    """Steps 0 and 1, then what was saved after the first, and again step 1; the steps of its
+    results, and the bits."""
+    step, rows = begin(world, this, trust=True), Rows(this.case)
+    step.train(0, rows, settle=True)
+    step.save(folder, 1)
+    step.train(1, rows)
+    step.load(folder)
+    results = step.train(1, rows, settle=True)
+    return [result.step for result in results], bits_of(step)
+
+
+def test_a_step_that_is_open_is_forgotten_where_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    """Biases that have moved ahead too."""
+    this = Run(replace(BASE, dp=1, dtype="fp32", moe="step"), steps=2)
+    found = run_world(2, loaded, this, tmp_path)
+    for (steps, bits), plain in zip(found, run_world(2, alone, this), strict=True):
+        assert steps == [1]
+        assert bits == plain.bits
 
 
 @pytest.mark.full

@@ -207,7 +207,12 @@ AGAIN: dict[str, tuple[Mapping[str, str], Poison]] = {
         Poison("gradient", 1, *BAD, times=1),
     ),
     "post-validation": (
-        {**DP, "optimizer.post_validation": "true", "pipeline.schedule": "zb_h1"},
+        {
+            **DP,
+            "optimizer.post_validation": "true",
+            "pipeline.schedule": "zb_h1",
+            "optimizer.clip": "null",  # nothing but the fault is a reason to undo an update
+        },
         Poison("gradient", 2, *BAD, times=1),
     ),
     "fp16": ({**DP, **FP16}, Poison("loss", 3, *BAD, times=1)),
