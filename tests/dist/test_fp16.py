@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +92,39 @@ def test_a_gradient_that_overflows_skips_the_step() -> None:
             assert math.isfinite(run.norms[i])
     assert any(then == 2 * scale for scale, then in pairwise(run.scales))
     assert run.losses[-1] < 0.9 * run.losses[0]
+
+
+def goes_on(world: World, folder: Path) -> list[Any]:
+    """Results, states and weights of a run after its third step, and of one that goes on from what
+    it has saved there. The first gradients overflow."""
+    config, _ = configure(replace(CASE, steps=8))
+    settings = config.model_dump()
+    settings["optimizer"]["loss_scale_window"] = 3
+    config, layout = resolve(Config.model_validate(settings), 1, CASE.vocab)
+    whole, part = (TrainStep(config, layout, world.mesh(Grid())) for _ in range(2))
+    whole.scaler.scale, rows = LARGEST / 16, OneBatch(CASE)
+    skipped = [whole.train(i, rows)[0].skipped for i in range(3)]
+    whole.settle()
+    whole.save(folder, 3)
+    part.load(folder)
+    found: list[Any] = [skipped]
+    for step in (whole, part):
+        results = [step.train(i, rows)[0] for i in range(3, 8)]
+        step.settle()
+        seen = [(r.loss, str(r.grad_norm), r.lr, r.loss_scale) for r in results]  # nan is nan
+        weights = [own.values["model"].tolist() for own in step.optimizer.own_slices()]
+        found.append((seen, step.optimizer.count, step.scaler.state(), weights))
+    return found
+
+
+def test_a_run_goes_on_with_its_loss_scale_and_its_updates(tmp_path: Path) -> None:
+    """Updates are fewer than steps, and the next doubling comes as long after the last one."""
+    ((skipped, whole, part),) = run_world(1, goes_on, tmp_path)
+    assert any(skipped)
+    assert not all(skipped)
+    assert part == whole
+    assert whole[1] < 8
+    assert len({scale for *_, scale in whole[0]}) > 1
 
 
 @pytest.mark.full

@@ -87,7 +87,6 @@ ALONE = [
     streamed("stash", 3, 1, in_process=True, look_ahead=2, rule="sgd"),
     streamed("stash", 3, 2, in_process=True, look_ahead="staleness"),
     streamed("vertical", 3, 2, in_process=True, look_ahead="staleness", rule="nadamw"),
-    streamed("double_buffer", 2, 2, in_process=True, look_ahead="staleness", tied=True),
     *(
         streamed("double_buffer", pp, m, in_process=True, tied=True)
         for pp, m in ((1, 1), (2, 1), (3, 2), (3, 4))
@@ -116,6 +115,10 @@ def check(cases: Sequence[Case]) -> None:
 )
 def test_a_process_trains_as_the_definitions_say(weights: str, every: int) -> None:
     check([case for case in ALONE if case.weights == weights][::every])
+
+
+def test_a_tied_embedding_is_as_far_ahead_as_the_first_stage() -> None:
+    check([streamed("double_buffer", 2, 2, in_process=True, look_ahead="staleness", tied=True)])
 
 
 @pytest.mark.slow

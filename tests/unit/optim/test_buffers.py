@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megapipe.distributed.mesh import Axis, Grid
 from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.weight_grad import main_grad
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, main_dtype, make_buckets, owned_parameters
@@ -147,6 +149,26 @@ def test_parameters_and_main_gradients_are_views_of_the_buffers(dtype: torch.dty
         assert main_grad(parameter).equal(values.to(main))
     bucket.zero_grad()
     assert not any(main_grad(parameter).any() for parameter in parameters)
+
+
+@pytest.mark.parametrize("chunk_mib", [None, 1e-6])
+def test_no_two_buckets_of_a_stage_begin_at_the_same_place(chunk_mib: float | None) -> None:
+    """Of experts, of frozen weights, of pieces that are reduced apart: values are rounded by random
+    numbers of their places."""
+    moe = MoEConfig(experts=2, every=2, ffn=8, group_top_k=1)
+    model = MODEL.model_copy(update={"moe": moe, "layers": 3})
+    spec = StageSpec(embedding=False, layers=range(3), head=False)
+    module = GPTStage(model, spec, Sharding(group(1), False, torch.bfloat16))
+    owned = list(owned_parameters(module))
+    for each in owned[:4]:
+        cast(Any, each.parameter).spec = replace(spec_of(each.parameter), frozen=True)
+    buckets = buckets_of({0: module}, policy=ZeroPolicy(chunk_mib=chunk_mib))
+    assert {(bucket.experts, bucket.frozen) for bucket in buckets} == {
+        *((False, False), (True, False), (False, True))
+    }
+    assert len(buckets) == 3 if chunk_mib is None else len(buckets) > 4
+    places = sorted((bucket.start, bucket.start + bucket.entries[-1].stop) for bucket in buckets)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(places))
 
 
 def test_a_bucket_per_stage_and_one_for_the_tied_embedding() -> None:

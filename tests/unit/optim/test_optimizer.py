@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from megapipe.model.partition import StageSpec
 from megapipe.numbers_config import NumbersConfig
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.rules import build_rule
 from megapipe.optim.scaler import LossScaler
 from megapipe.train.expert_maps import ExpertMaps
 from megapipe.train.routing_state import RoutingState
@@ -130,6 +131,19 @@ def test_weights_look_as_far_ahead_after_a_resume() -> None:
     assert masters(again).equal(masters(first))
     assert loaded.weights.equal(bucket.weights)
     assert not loaded.weights.equal(masters(again).bfloat16()), "ahead"
+
+
+@pytest.mark.parametrize(("rule", "elementwise"), [("muon", False), ("adamw", True)])
+def test_experts_are_whole_over_etp_and_other_weights_over_tp(rule: str, elementwise: bool) -> None:
+    """Rules that take whole matrices gather parts of them from these; others need none."""
+    tp, etp = Axis(2, 1, (4, 5), None), Axis(4, 1, (4, 5, 6, 7), None)
+    own: Any = SimpleNamespace(
+        mesh=SimpleNamespace(tp=tp, etp=etp, rank=5), rule=build_rule(OptimizerConfig(rule=rule))
+    )
+    dense, experts = (SimpleNamespace(experts=value) for value in (False, True))
+    assert Optimizer._parts_of(own, cast(Any, dense)) is tp
+    found = Optimizer._parts_of(own, cast(Any, experts))
+    assert found.ranks == ((5,) if elementwise else etp.ranks)
 
 
 def test_small_updates_are_kept_in_full_precision() -> None:

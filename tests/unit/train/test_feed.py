@@ -144,6 +144,7 @@ def test_parts_and_slices_hold_their_own_rows_and_positions() -> None:
     assert {mb.sequence_length for mb in result.values()} == {LENGTH}
     mb = result[3, 1]
     assert (mb.index, mb.first_row, mb.start) == (3, 2, 4)
+    assert mb.sample == 14, "the third row of the fourth micro-batch"
     assert mb.tokens is not None
     assert mb.labels is not None
     assert mb.tokens.tolist() == [[1404, 1405], [1504, 1505]]
