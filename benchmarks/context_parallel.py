@@ -29,6 +29,7 @@ from common import Result, parser, report
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megapipe.assembly.context import make_context
 from megapipe.config import Config
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.exchange import Exchange, Letter, start_exchange
@@ -37,12 +38,11 @@ from megapipe.layers import ring_attention
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.observe.storages import LiveStorages
 from megapipe.ops.block_attention import CpuFlash
 from megapipe.ops.scores import Scores
+from megapipe.ops.storages import LiveStorages
 from megapipe.plan.traffic import step_traffic
 from megapipe.testing import World, run_world
-from megapipe.train.context import make_context
 from megapipe.train.step import TrainStep
 
 CP, VOCABULARY, SAME = 2, 1024, 1e-4

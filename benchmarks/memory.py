@@ -24,6 +24,7 @@ import torch
 from common import Result, parser, report
 from torch import Tensor
 
+from megapipe.assembly.context import make_context
 from megapipe.config import Config, KernelsConfig
 from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
 from megapipe.engine.channels import InProcessChannels
@@ -37,9 +38,9 @@ from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.stage import GPTStage
-from megapipe.observe.storages import LiveStorages
 from megapipe.ops.block_attention import CpuFlash
 from megapipe.ops.kernels import Kernels
+from megapipe.ops.storages import LiveStorages
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.schedule.generators import names
@@ -47,7 +48,6 @@ from megapipe.schedule.ir import Op
 from megapipe.schedule.lower import lower
 from megapipe.schedule.proof.validate import validate
 from megapipe.testing import World, run_world
-from megapipe.train.context import make_context
 from megapipe.train.feed import pieces
 
 RANKS, ROWS, VOCABULARY = 4, 4, 257

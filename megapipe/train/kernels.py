@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from megapipe.assembly.context import make_context
+from megapipe.assembly.sharding import make_sharding
 from megapipe.command_line import phase
 from megapipe.config import Config
 from megapipe.context.split import Split
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import LaunchError, MegapipeError
-from megapipe.layers.dispatch import Form
-from megapipe.layers.parameter import TORCH_DTYPES, Sharding
-from megapipe.layout.dispatch import bandwidths
+from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layout.layout import Layout
 from megapipe.model.kernel_needs import KernelNeeds
 from megapipe.ops import (
@@ -40,7 +40,6 @@ from megapipe.ops.kernels import Kernels
 from megapipe.ops.packed_kernels import PackedKernel
 from megapipe.ops.probe import Choice, Unavailable, choose
 from megapipe.schedule.ir import Schedule
-from megapipe.train.context import make_context
 from megapipe.update_rules import declaration
 
 
@@ -144,27 +143,6 @@ def select_kernels(
         compiler=torch_compile if wanted.compile else None,
         loss_chunk=config.loss_tokens(cuda=device.type == "cuda"),
         overlap=wanted.overlap,
-    )
-
-
-def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Sharding:
-    """The :class:`Sharding` of one stage, with a weight-gradient queue of its own."""
-    dtype, split = TORCH_DTYPES[config.model.dtype], config.parallel.sequence_parallel
-    given = Sharding(mesh.tp, split, dtype, kernels=kernels)
-    if config.model.moe.experts is None:
-        return given
-    experts = config.experts
-    form = Form(
-        gathers=experts.dispatch == "all_gather",
-        fetches=experts.dispatch == "fetch",
-        hops=mesh.expert_hops,
-        chunks=experts.number_of_chunks,
-        codec=experts.codec,
-        pad=experts.pad,
-    )
-    near = bandwidths(config, mesh.ep.index)
-    return replace(
-        given, sequence=mesh.sequence, ep=mesh.ep, etp=mesh.grid.etp, form=form, bandwidths=near
     )
 
 

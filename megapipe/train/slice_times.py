@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from megapipe.assembly.sharding import make_sharding
 from megapipe.config import Config
 from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.engine.recorder import Recorder
@@ -30,7 +31,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.slice_time import CausalFlops
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.schedule.ir import Kind, Op
-from megapipe.train.kernels import agreed_kernels, make_sharding
+from megapipe.train.kernels import agreed_kernels
 
 COUNTS = (1, 2, 4, 8, 16)
 """Slices of a sequence."""

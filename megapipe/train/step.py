@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megapipe.assembly.sharding import make_sharding
+from megapipe.assembly.stage import make_stage
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
 from megapipe.checkpoint.writer import save
@@ -34,7 +36,6 @@ from megapipe.engine.executor import Executor
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Key, Stage
-from megapipe.engine.tuple_stage import TupleStage
 from megapipe.errors import ScheduleError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter, release_initial
@@ -51,7 +52,7 @@ from megapipe.train.coordinates import Coordinates
 from megapipe.train.evaluation import Evaluation
 from megapipe.train.expert_maps import ExpertMaps
 from megapipe.train.feed import Counted, Feed, Rows
-from megapipe.train.kernels import agreed_kernels, make_sharding
+from megapipe.train.kernels import agreed_kernels
 from megapipe.train.make_optimizer import make_optimizer
 from megapipe.train.messages import Messages, receive_ahead
 from megapipe.train.own_totals import own_loss, own_totals
@@ -124,9 +125,8 @@ class TrainStep:
             for s in self.placement.stages_of(rank)
         }
         self.optimizer = make_optimizer(self)
-        kind = TupleStage if layout.sends_tuples else Stage
         self.stages: dict[int, Stage] = {
-            s: kind(module, layout.spans[s], recompute=s in self.schedule.recompute)
+            s: make_stage(layout, s, module, recompute=s in self.schedule.recompute)
             for s, module in self.modules.items()
         }
         for stage in self.stages.values():

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megapipe.assembly.context import make_context
 from megapipe.cli import parse
 from megapipe.context.entries import Entry
 from megapipe.distributed.collectives import all_gather, reduce_scatter, start_all_to_all
@@ -36,7 +37,6 @@ from megapipe.ops.documents import Documents
 from megapipe.ops.scores import PLAIN
 from megapipe.plan.context_traffic import attention_traffic
 from megapipe.testing import World, run_world
-from megapipe.train.context import make_context
 from tests.parity.marks import in_parts
 
 B, D = 2, 8

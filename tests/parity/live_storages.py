@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megapipe.engine.stage import Stage
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.observe.storages import LiveStorages
+from megapipe.ops.storages import LiveStorages
 
 _STORED = ("data", "main_grad")
 """Of a parameter."""

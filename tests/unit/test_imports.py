@@ -26,6 +26,7 @@ FLOORS = (
     "observe",
     "optim",
     "plan",
+    "assembly",
     "layout",
     "data",
     "cli",

@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megapipe.assembly.context import make_context
+from megapipe.assembly.sharding import make_sharding
 from megapipe.config import Config
 from megapipe.context.plans import ring
 from megapipe.context.split import Split
@@ -36,8 +38,6 @@ from megapipe.optim.buffers import make_buckets
 from megapipe.optim.policy import ZeroPolicy
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.placement import Placement, loop
-from megapipe.train.context import make_context
-from megapipe.train.kernels import make_sharding
 from megapipe.watch.journal import LINE
 from tests.parity.group_order import Made, check_all_are_made, groups_made
 

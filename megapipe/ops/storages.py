@@ -31,7 +31,7 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._known: set[int] = set()
+        self._known: dict[int, torch.UntypedStorage] = {}
         self.know(known)
         self._alive: dict[int, Live] = {}
         self.bytes = 0
@@ -41,7 +41,9 @@ class LiveStorages(TorchDispatchMode):
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Leave the storages of these tensors out from now on."""
-        self._known.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known[storage._cdata] = storage
 
     def __torch_dispatch__(
         self,
@@ -59,7 +61,7 @@ class LiveStorages(TorchDispatchMode):
     def _note(self, tensor: Tensor, *, in_host: bool) -> None:
         storage = tensor.untyped_storage()
         name, size = id(storage), storage.nbytes()
-        if name in self._alive or not size or storage.data_ptr() in self._known:
+        if name in self._alive or not size or storage._cdata in self._known:
             return
         self._alive[name] = Live(size, in_host)
         if not in_host:

@@ -1,0 +1,1 @@
+"""Parts of a stage that a configuration, a layout and a mesh decide together."""
