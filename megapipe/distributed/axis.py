@@ -20,6 +20,9 @@ class Axis:
     index: int
     ranks: tuple[int, ...]
     group: ProcessGroup | None
+    backend: str = "gloo"
+    """The group's, as torch calls it; ``planned`` where nothing is sent
+    (:mod:`megapipe.distributed.planned`)."""
     line: Line = field(default_factory=unwatched, compare=False, repr=False)
     """Where this process notes that it waits for the others."""
 

@@ -200,7 +200,7 @@ def _started(collective: Callable[..., Any], axis: Axis, *arguments: Any) -> Wai
 
 
 def _on_gloo(axis: Axis) -> bool:
-    return bool(dist.get_backend(axis.group) == "gloo")
+    return axis.backend == "gloo"
 
 
 def _by_messages(axis: Axis) -> bool:

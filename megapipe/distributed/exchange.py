@@ -40,7 +40,7 @@ def start_exchange(sends: Sequence[Letter], receives: Sequence[Letter], axis: Ax
     nothing of that host for it but what came before.
     """
     number = axis.line.count()
-    if dist.get_backend(axis.group) == "nccl":
+    if axis.backend == "nccl":
         works, staged = _start_nccl(sends, receives, axis), []
         of_sends = of_receives = works
     else:
@@ -85,7 +85,7 @@ def _start_nccl(sends: Sequence[Letter], receives: Sequence[Letter], axis: Axis)
 
 def _on_host(letter: Letter, *, copy: bool = False) -> Letter:
     """The letter, or one in host memory for it: gloo sends no other."""
-    if letter.tensor.device.type == "cpu":
+    if not letter.tensor.is_cuda:
         return letter
     near = letter.tensor.cpu() if copy else torch.empty_like(letter.tensor, device="cpu")
     return letter._replace(tensor=near)

@@ -214,12 +214,24 @@ class ParallelMesh:
             )
         if device.type == "cuda":
             _set_environment(sends_messages=grid.pp > 1)
+        self._enter(grid, dist.get_rank(), dist.get_backend(), device, timeout_s, journal)
+
+    def _enter(
+        self,
+        grid: Grid,
+        rank: int,
+        backend: str,
+        device: torch.device,
+        timeout_s: float,
+        journal: Journal | None,
+    ) -> None:
+        """Take the place of `rank` and make the groups of its axes."""
         self.grid = grid
-        self.rank = dist.get_rank()
+        self.rank = rank
         self.world = grid.world
         self.at = grid.coordinates_of(self.rank)
         self.device = device
-        self.backend: str = dist.get_backend()
+        self.backend = backend
         self.timeout = datetime.timedelta(seconds=timeout_s)
         self._exchanges = 0
         self.journal = Journal() if journal is None else journal
@@ -240,7 +252,7 @@ class ParallelMesh:
         self.pp, self.dp, self.cp = (self._host[name] for name in ("pp", "dp", "cp"))
         """Their ranks share numbers alone: messages between stages have channels, what replicas
         share has groups of its own, which only the optimizer knows, and so have the rings and heads
-        of cp, which :mod:`megapipe.train.context` knows."""
+        of cp, which :mod:`megapipe.assembly.context` knows."""
         self.tp = axes_of(self.backend, ["tp"])["tp"] if nccl else self._host["tp"]
 
     def group_of(self, ranks: Sequence[int], *, ctas: int | None = None) -> Axis:
@@ -268,7 +280,7 @@ class ParallelMesh:
         """Set up the axis' communicator for collectives, by making some; returns `axis`."""
         if axis.group is None:
             return axis
-        on_nccl = dist.get_backend(axis.group) == "nccl"
+        on_nccl = axis.backend == "nccl"
         numbers = torch.zeros(axis.size, device=self.device if on_nccl else "cpu")
         dist.all_reduce(numbers, group=axis.group)
         if on_nccl:  # which makes ready for each kind at its first call
@@ -283,13 +295,12 @@ class ParallelMesh:
         """A new group; one rank has none, whose threads would look for messages that never come."""
         if len(ranks) == 1:
             return Axis.alone(self.rank)
+        backend = backend or self.backend
         group = self._new_group(ranks, backend, options)
         line = self.journal.line(dist.distributed_c10d._world.pg_names[group], ranks)
-        return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group, line)
+        return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group, backend, line)
 
-    def _new_group(
-        self, ranks: Sequence[int], backend: str | None, options: Any
-    ) -> dist.ProcessGroup:
+    def _new_group(self, ranks: Sequence[int], backend: str, options: Any) -> dist.ProcessGroup:
         """A group as of ``dist.new_group``, under a name on which the members agree.
 
         They find each other by the name. torch's own name counts the groups that a process has
@@ -306,7 +317,7 @@ class ParallelMesh:
             len(ranks),
             ranks.index(self.rank),
             list(ranks),
-            dist.Backend(backend or self.backend),
+            dist.Backend(backend),
             c10d._get_default_store(),
             name,
             backend_options=options,

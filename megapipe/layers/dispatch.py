@@ -37,7 +37,7 @@ from megapipe.distributed.collectives import Wait, start_gathering
 from megapipe.layers.expert_chunks import Chunk, chunks_of, fetched_chunks
 from megapipe.layers.expert_hops import Trip, steps_back, steps_there
 from megapipe.layers.expert_padding import PaddedRows, among_choices
-from megapipe.layers.expert_rows import Counts, Rows
+from megapipe.layers.expert_rows import Counts, Rows, count_rows
 from megapipe.layers.moe_specs import Codec
 from megapipe.layers.row_codec import CODECS, UNCODED, RowCodec
 
@@ -57,6 +57,8 @@ class Form:
     """Of rows, and of tokens that are gathered."""
     pad: bool = False
     """There is room for all rows that there can be, so these are not counted."""
+    count: Callable[[Tensor, int, Axis], Counts] = count_rows
+    """Counts rows where they are counted."""
 
     def counted(self, ep: Axis) -> Axis:
         """The ranks that tell each other how many rows they have."""

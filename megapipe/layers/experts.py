@@ -33,7 +33,7 @@ from megapipe.layers.expert_fetch import FetchedMatrices, Holders, Home, Matrice
 from megapipe.layers.expert_owners import ExpertOwners
 from megapipe.layers.expert_padding import room
 from megapipe.layers.expert_places import ExpertPlaces
-from megapipe.layers.expert_rows import Counts, count_rows
+from megapipe.layers.expert_rows import Counts
 from megapipe.layers.expert_tasks import ExpertsTask, RouterTask
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe_specs import Routing
@@ -165,7 +165,7 @@ class Experts(nn.Module):
         form, all_places = self.sharding.form, self._all_places
         counted, here = form.counted(self.sharding.ep), len(choice) // sequences
         if not form.pad:
-            return count_rows(choice, all_places, counted)
+            return form.count(choice, all_places, counted)
         places = self.routing.places(shards.length(here))
         assert places is not None, "checked"
         return room(all_places, counted.size, sequences, min(places, here))

@@ -87,7 +87,8 @@ class _Copy:
         """The bytes on the device, in memory of the stream that computes."""
         self.arrived: torch.cuda.Event | None = None
         if side is None:
-            self.host = torch.empty(len(source), dtype=torch.uint8)
+            host = "meta" if source.is_meta else "cpu"
+            self.host = torch.empty(len(source), dtype=torch.uint8, device=host)
             self.host.copy_(source)
             return
         self.host, stream = side.take(len(source)), side.stream
@@ -147,18 +148,18 @@ class _Parcel:
         self.copies: list[weakref.ref[_Copy]] = []
         """Weak: a copy lives as long as the saved tensors that are views of it."""
         self._open: dict[int, tuple[torch.UntypedStorage, _Copy]] = {}
-        """Address -> a storage and its copy; holding it keeps its address from being given away
+        """Identity -> a storage and its copy; holding it keeps its identity from being given away
         while the segment runs."""
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         if isinstance(tensor, Parameter) or not tensor.requires_grad:
             return tensor.detach()
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self._open:
-            self._open[address] = storage, _Copy(storage, self.side)
-            self.copies.append(weakref.ref(self._open[address][1]))
-        copy, offset = self._open[address][1], int(tensor.storage_offset())
+        identity = storage._cdata  # on the meta device no storage has an address
+        if identity not in self._open:
+            self._open[identity] = storage, _Copy(storage, self.side)
+            self.copies.append(weakref.ref(self._open[identity][1]))
+        copy, offset = self._open[identity][1], int(tensor.storage_offset())
         return _View(copy, tensor.dtype, offset, tensor.size(), tensor.stride())
 
     def close(self) -> None:

@@ -47,11 +47,17 @@ class Sdpa:
     """torch's scaled_dot_product_attention; torch chooses among its backends at each call.
 
     `pinned` makes a context manager that allows one backend only. What no backend computes is
-    written out; so are windows and ALiBi on the CPU, whose backends would keep a mask each.
+    written out; so are windows and ALiBi on the CPU, whose backends would keep a mask each. `call`
+    stands for torch's function where there is none for a device.
     """
 
-    def __init__(self, pinned: Callable[[], AbstractContextManager[Any]] | None = None) -> None:
+    def __init__(
+        self,
+        pinned: Callable[[], AbstractContextManager[Any]] | None = None,
+        call: Callable[..., Tensor] | None = None,
+    ) -> None:
         self.pinned = pinned
+        self.call = call
         self._masks: dict[Any, Tensor] = {}
 
     def __call__(
@@ -90,7 +96,7 @@ class Sdpa:
             mask = documents.mask(s)
         elif s < t:
             mask = lower_right(s, t, q.device)
-        return scaled_dot_product_attention(
+        return (self.call or scaled_dot_product_attention)(
             q,
             k,
             v,
@@ -244,8 +250,8 @@ def _change(scores: Scores, earlier: int, device: torch.device) -> Callable[...,
 
 def lower_right(s: int, t: int, device: torch.device) -> Tensor:
     """The causal mask of the last s of t positions; on a GPU torch may do without making it."""
-    if device.type == "cpu":
-        return torch.ones(s, t, dtype=torch.bool).tril(t - s)
+    if device.type != "cuda":
+        return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
     from torch.nn.attention.bias import causal_lower_right  # loads torch.compile's machinery
 
     return causal_lower_right(s, t)

@@ -1,0 +1,101 @@
+"""A mesh of which only one rank exists, and that one only to be planned.
+
+Its collectives send nothing and return at once; they are noted. Tensors are on torch's meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
+
+_COLLECTIVES = {
+    # method of a process group: the collective, and which argument is the whole tensor
+    "allreduce": ("all_reduce", 0),
+    "_allgather_base": ("all_gather", 0),
+    "all_gather_single": ("all_gather", 0),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "send": ("send", 0),
+}
+"""torch renamed some in version 2.13."""
+
+
+class Collective(NamedTuple):
+    """A collective, or a message that is sent."""
+
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all or send."""
+    ranks: tuple[int, ...]
+    """Of the group."""
+    bytes: int
+    """Of the whole tensor: what is gathered, or what is to be summed or shared out."""
+
+
+class _Complete:
+    """A work that is complete."""
+
+    def wait(self) -> bool:
+        return True
+
+
+class _PlannedGroup:
+    """Has the methods of a process group that collectives call."""
+
+    def __init__(self, ranks: tuple[int, ...], note: Callable[[Collective], None]) -> None:
+        self._ranks, self._note = ranks, note
+
+    def __getattr__(self, name: str) -> Callable[..., _Complete]:
+        if name not in _COLLECTIVES:
+            raise AttributeError(f"a planned process group has no {name}")
+        kind, whole = _COLLECTIVES[name]
+
+        def call(*arguments: Any) -> _Complete:
+            given = arguments[whole]
+            tensors: Sequence[Tensor] = [given] if isinstance(given, Tensor) else given
+            nbytes = sum(prod(each.shape) * each.element_size() for each in tensors)
+            self._note(Collective(kind, self._ranks, nbytes))
+            return _Complete()
+
+        return call
+
+    def recv(self, *_: Any) -> _Complete:
+        """Counted by its sender."""
+        return _Complete()
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+
+class PlannedMesh(ParallelMesh):
+    """The mesh as `rank` of a job would have it; there are no processes.
+
+    `backend` is that of the job. With gloo collectives take the memory that their messages take;
+    with NCCL none, its own buffers aside. `note` is called for each collective.
+    """
+
+    def __init__(
+        self, grid: Grid, rank: int, backend: str, note: Callable[[Collective], None]
+    ) -> None:
+        self._note = note
+        self._enter(grid, rank, backend, torch.device("meta"), 0.0, None)
+
+    def connected(self, axis: Axis) -> Axis:
+        return axis
+
+    def _new_axis(
+        self, ranks: Sequence[int], backend: str | None = None, *, options: Any = None
+    ) -> Axis:
+        if len(ranks) == 1:
+            return Axis.alone(self.rank)
+        members, backend = tuple(ranks), backend or self.backend
+        group = cast(Any, _PlannedGroup(members, self._note))
+        index = members.index(self.rank)
+        return Axis(len(members), index, members, group, "gloo" if backend == "gloo" else "planned")
