@@ -1,0 +1,99 @@
+"""The kernels of the device that is planned for, as they run on torch's meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.layout.layout import DeviceKind, Layout
+from megapipe.ops import grouped
+from megapipe.ops.attention import Sdpa
+from megapipe.ops.block_attention import BlockKernel, CpuFlash, Explicit
+from megapipe.ops.kernels import Kernels
+
+
+def planned_kernels(config: Config, layout: Layout) -> Kernels:
+    """The kernels of a CPU for a run, without a :class:`Context`."""
+    experts = grouped.loop_product
+    if config.kernels.experts == "grouped":
+        experts = grouped.grouped_product
+    kernels = Kernels(
+        attention=Sdpa(call=cpu_attention),
+        experts=experts,
+        loss_chunk=config.loss_tokens(cuda=False),
+        overlap=config.kernels.overlap,
+    )
+    return replace(kernels, blocks=_blocks(layout)) if layout.attends_by_blocks else kernels
+
+
+def _blocks(layout: Layout) -> BlockKernel:
+    needs = layout.model.kernels.attention
+    plain = needs is None or needs.scores.among(layout.local_length).plain
+    return CpuFlash() if plain else Explicit()
+
+
+def cpu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """Attend as SDPA does with tensors of a CPU, by the name of the kernel that it takes there."""
+    if dropout_p:
+        return _written_out(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(q.dtype)
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out: Tensor = flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return out
+
+
+def _written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
+    math: Any = torch.ops.aten._scaled_dot_product_attention_math
+    out: Tensor = math(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=gqa)[0]
+    return out
+
+
+def _cpu_layer_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what LayerNorm does on a CPU, where statistics have the type of the input; on the
+    meta device they are fp32, as on CUDA."""
+    rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
+    return torch.empty_like(x), x.new_empty(rows), x.new_empty(rows)
+
+
+def _grouped_product(x: Tensor, other: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Allocate the result of a grouped product, which torch has on the meta device in bf16 only:
+    [rows, n] of [rows, m] and [experts, m, n]; [experts, m, n] of [m, rows] and [rows, n]."""
+    rows, columns = x.shape[0], other.shape[-1]
+    return x.new_empty((rows, columns) if other.dim() == 3 else (len(offs), rows, columns))
+
+
+STAND_INS: Mapping[DeviceKind, Mapping[Any, Callable[..., Any]]] = {
+    "cpu": {
+        torch.ops.aten.native_layer_norm.default: _cpu_layer_norm,
+        torch.ops.aten._grouped_mm.default: _grouped_product,
+    },
+    "cuda": {},
+}
+"""Operations whose results have other sizes on the planned device than on the meta device."""

@@ -1,0 +1,368 @@
+"""A stage of a layout, run on torch's meta device: what it allocates, computes and sends.
+
+The very modules, engine and collectives of a training run, with tensors that have no values, on a
+mesh of which no other rank exists. Experts are chosen in turn, so that all get equally many rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megapipe.assembly.context import make_context
+from megapipe.assembly.sharding import make_sharding
+from megapipe.assembly.stage import make_stage
+from megapipe.config import Config
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import Coordinates, Grid
+from megapipe.distributed.planned import Collective, PlannedMesh
+from megapipe.layers.expert_rows import Counts, count_rows
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.parameter import Sharding, spec_of
+from megapipe.layers.weight_grad import main_grad
+from megapipe.layout.layout import DeviceKind, Layout
+from megapipe.model.gpt.moe import routing_of
+from megapipe.model.interface import Message, StageModule
+from megapipe.ops.documents import Documents
+from megapipe.ops.kernels import Kernels
+from megapipe.ops.storages import LiveStorages
+from megapipe.plan.kernels import STAND_INS, planned_kernels
+from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
+
+_META = torch.device("meta")
+_ATEN = torch.ops.aten
+_NO_KERNEL = re.compile(
+    "_?(unsafe_)?(reshape_)?(view|alias)|reshape|t|transpose|permute|expand|select|slice|as_strided"
+    "|(un)?squeeze|split(_with_sizes)?|unbind|chunk|narrow|(un)?flatten|unfold|detach|set_|resize_"
+    "|lift_fresh|(new_)?empty(_like|_strided)?|record_stream|is_same_size"
+)
+"""Names of operations that only see or allocate memory."""
+
+
+def measure(
+    config: Config,
+    layout: Layout,
+    stage: int,
+    *,
+    rows: int | None = None,
+    at: Coordinates | None = None,
+    kernels: Kernels | None = None,
+    imbalance: Fraction | None = None,
+) -> list[Unit]:
+    """Run a stage on one micro-batch, one unit for each slice of its sequences.
+
+    `rows` samples, by default a whole micro-batch. `at`: the rank that runs it, by default the
+    first that has the stage. `kernels`: by default those of the planned device. The experts of this
+    rank get `imbalance` times the mean rows of a rank.
+    """
+    run = _Run(config, layout, stage, rows or config.train.microbatch, at, kernels, imbalance)
+    return run.units()
+
+
+class _Trace(LiveStorages):
+    """Bytes alive, and the kernels and collectives in their order, on a device of a `kind`."""
+
+    def __init__(self, kind: DeviceKind) -> None:
+        super().__init__()
+        self._stand_ins = STAND_INS[kind]
+        self._calls: list[Kernel | Transfer] = []
+
+    def take_calls(self) -> tuple[Kernel | Transfer, ...]:
+        """Calls since the last time."""
+        calls, self._calls = tuple(self._calls), []
+        return calls
+
+    def take_peak(self) -> int:
+        """The most bytes alive since the last time."""
+        peak, self.peak = self.peak, self.bytes
+        return peak
+
+    def note(self, call: Kernel | Transfer) -> None:
+        self._calls.append(call)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        run = self._stand_ins.get(func, func)
+        out = super().__torch_dispatch__(run, types, args, kwargs)
+        if func.namespace != "prim" and not _NO_KERNEL.fullmatch(func._overloadpacket.__name__):
+            self.note(_kernel(func, args, kwargs or {}, out))
+        return out
+
+
+class _Run:
+    """A stage of a layout on the meta device."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        number: int,
+        rows: int,
+        at: Coordinates | None,
+        kernels: Kernels | None,
+        imbalance: Fraction | None,
+    ) -> None:
+        self.config, self.layout, self.number, self.rows = config, layout, number, rows
+        self.trace = _Trace(layout.device)
+        grid = _grid(layout)
+        at = at or Coordinates(layout.schedule.placement.table[0][number] % grid.pp, 0, 0, 0)
+        backend = config.parallel.backend
+        if backend == "auto":
+            backend = "nccl" if layout.device == "cuda" else "gloo"
+        self.mesh = PlannedMesh(grid, grid.rank_of(at), backend, self._transfer)
+        kernels = kernels or planned_kernels(config, layout)
+        if kernels.blocks is not None:
+            context = make_context(layout, self.mesh, kernels.blocks, kernels.packed)
+            kernels = replace(kernels, context=context)
+        with _META:
+            sharding = make_sharding(config, self.mesh, kernels)
+            count = _EvenCounts(config, layout, rows, imbalance)
+            sharding = replace(sharding, form=replace(sharding.form, count=count))
+            self.split = layout.tp if sharding.sequence_split else 1
+            self.module = _built(layout, number, sharding)
+            self.recompute = number in layout.schedule.recompute
+            self.stage = make_stage(layout, number, self.module, recompute=self.recompute)
+        self.stage.own_autograd_parameters()
+
+    def units(self) -> list[Unit]:
+        """Run it three times: once for what stays, such as tables of positions."""
+        with _META:
+            self._walk({})
+            self.trace.know(_lasting(self.module))
+            measured: dict[int, dict[str, Any]] = {}
+            self._walk(measured)
+            self._walk(measured, fused=True)
+        return [_unit(measured[slice_]) for slice_ in sorted(measured)]
+
+    def _walk(self, found: dict[int, dict[str, Any]], *, fused: bool = False) -> None:
+        """Run F of all slices, then the backward of each in descending order."""
+        stage, trace, lengths = self.stage, self.trace, self.layout.local_lengths
+        stage.begin(train=True)
+        batches = list(self._microbatches())
+        inputs = [
+            (self._message(self.number - 1, n), self._message(self.number, n)) for n in lengths
+        ]
+        trace.know(tensor for mb in batches for tensor in _given(mb))
+        trace.take_peak()
+        for j, mb in enumerate(batches):
+            one, before = found.setdefault(j, {"peaks": {}, "calls": {}}), trace.bytes
+            with trace:
+                y = stage.forward((0, j), self._received(inputs[j][0]), mb)
+                del y
+            self._note(one, "F", before)
+            one["kept"], one["host"] = trace.bytes - before, sum(trace.host_sizes)
+        for j in reversed(range(len(batches))):
+            one = found[j]
+            rest = trace.bytes - one["kept"]
+            if self.recompute and not fused:
+                with trace:
+                    stage.recompute_ahead((0, j))
+                self._note(one, "R", rest)
+            if not fused:
+                one["held"] = trace.bytes - rest
+            with trace:
+                run = stage.backward if fused else stage.input_grad
+                x = run((0, j), self._received(inputs[j][1]))
+                del x
+            self._note(one, "B" if fused else "I", rest)
+            if not fused:
+                one["queued"] = trace.bytes - rest
+                with trace:
+                    stage.weight_grad((0, j))
+                self._note(one, "W", rest)
+                one["left"] = trace.bytes - rest
+
+    def _note(self, one: dict[str, Any], operation: Operation, before: int) -> None:
+        one["peaks"][operation] = self.trace.take_peak() - before
+        one["calls"][operation] = self.trace.take_calls()
+
+    def _microbatches(self) -> Iterator[MicroBatch]:
+        layout, mesh = self.layout, self.mesh
+        start, lengths = 0, layout.local_lengths
+        held = None
+        if layout.split.cp > 1:
+            held = layout.split.held(layout.slice_lengths, mesh.cp.index)
+        loads: dict[int, Tensor] = {}
+        for length in lengths:
+            shape = (self.rows, length)
+            ids = torch.empty(shape, dtype=torch.int64)
+            yield MicroBatch(
+                index=0,
+                step=0,
+                seed=0,
+                tokens=ids,
+                labels=ids,
+                mask=torch.empty(shape, dtype=torch.bool),
+                documents=self._documents(start + length),
+                start=start,
+                held=held,
+                sequence_length=sum(lengths) if len(lengths) > 1 else None,
+                earlier={} if len(lengths) > 1 else None,
+                loads=loads,
+            )
+            start += length
+
+    def _documents(self, length: int) -> Documents | None:
+        """One document a sequence, of its positions so far."""
+        if not self.config.data.masks_documents:
+            return None
+        ids = torch.zeros(self.rows, length, dtype=torch.int64, device="cpu")
+        return Documents(ids, _META)
+
+    def _message(self, stage: int, length: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shapes and types of what a stage sends to the next one; none beyond the ends."""
+        if not 0 <= stage < self.layout.stages - 1:
+            return ()
+        model, spec = self.layout.model, self.layout.stage_layers[stage]
+        tensors = model.message(spec, self.rows, length)
+        return tuple((each.shape, getattr(torch, each.dtype)) for each in tensors)
+
+    def _received(self, shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Message:
+        """A message that has just come in."""
+        tensors = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
+        if not self.layout.sends_tuples:
+            return tensors[0] if tensors else None
+        return tensors or None
+
+    def _transfer(self, seen: Collective) -> None:
+        grid, rank = self.mesh.grid, self.mesh.rank
+        axis = "ep"
+        if set(seen.ranks) <= set(grid.peers(rank, "tp")):
+            axis = "tp"
+        elif set(seen.ranks) <= set(grid.peers(rank, "cp")):
+            axis = "cp"
+        span = seen.ranks[-1] - seen.ranks[0] + 1
+        self.trace.note(
+            Transfer(
+                kind=seen.kind, axis=axis, members=len(seen.ranks), span=span, bytes=seen.bytes
+            )
+        )
+
+
+def _grid(layout: Layout) -> Grid:
+    return Grid(
+        pp=1 if layout.in_process else layout.pp,
+        dp=layout.dp,
+        cp=layout.cp,
+        tp=layout.tp,
+        ep=layout.ep,
+        etp=layout.etp,
+        node=layout.node,
+    )
+
+
+def _built(layout: Layout, number: int, sharding: Sharding) -> StageModule:
+    """The modules of a stage, whose parameters have main gradients."""
+    module = layout.model.build(layout.stage_layers[number], sharding)
+    for parameter in module.parameters():
+        if not spec_of(parameter).frozen:
+            high = torch.promote_types(parameter.dtype, torch.float32)
+            parameter.main_grad = torch.empty_like(parameter, dtype=high, requires_grad=False)
+    return module
+
+
+def _lasting(module: Any) -> Iterator[Tensor]:
+    """Yield tensors that are there without a micro-batch."""
+    for parameter in module.parameters():
+        yield parameter.data
+        if not spec_of(parameter).frozen:
+            yield main_grad(parameter)
+    yield from module.buffers()
+    if hasattr(module, "constants"):
+        yield from module.constants()
+
+
+def _given(mb: MicroBatch) -> Iterator[Tensor]:
+    for tensor in (mb.tokens, mb.labels, mb.mask):
+        if tensor is not None:
+            yield tensor
+
+
+class _EvenCounts:
+    """Counts rows as :func:`count_rows` would where tokens choose experts in turn; those of this
+    rank get `imbalance` times as many. They are known to the host, which has nothing to wait for.
+    """
+
+    def __init__(
+        self, config: Config, layout: Layout, rows: int, imbalance: Fraction | None
+    ) -> None:
+        self.moe, self.experts = config.model.moe, layout.model.experts()
+        self.rows, self.length = rows, config.train.sequence_length
+        self.ranks = layout.tp * layout.cp if config.parallel.sequence_parallel else layout.cp
+        self.more = 1 if imbalance is None else imbalance
+
+    def __call__(self, choice: Tensor, slots: int, ep: Axis) -> Counts:
+        counted = count_rows(choice, slots, ep)
+        on_each = slots // ep.size
+        layer, experts = next(each for each in self.experts.items() if each[1] <= slots)
+        owned = experts // ep.size
+        most = routing_of(self.moe, layer).places(self.length)
+        of_own = self._rows(choice.numel() * self.more / experts, most)
+        others = self._rows((choice.numel() - of_own * owned) / max(1, experts - owned), most)
+        known = []
+        for slot in range(slots):
+            rank, place = divmod(slot, on_each)
+            known.append((of_own if rank == ep.index else others) * (place < owned))
+        return Counts([known] * ep.size, counted.there)
+
+    def _rows(self, rows: Fraction | float, most: int | None) -> int:
+        """Rows of an expert, of which it takes `most` of a whole sequence."""
+        return int(rows) if most is None else min(int(rows), self.rows * -(-most // self.ranks))
+
+
+def _unit(one: Mapping[str, Any]) -> Unit:
+    """Make a unit without what stays after W until the step ends: figures of routing, losses."""
+    left = one["left"]
+    held, queued = one["held"] - left, one["queued"] - left
+    return Unit(
+        held=held,
+        host=one["host"],
+        queued=queued,
+        kept=one["kept"] - left,
+        peaks={what: peak - left for what, peak in one["peaks"].items()},
+        operations=one["calls"],
+    )
+
+
+def _kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Kernel:
+    packet = func._overloadpacket
+    read = sum(map(_bytes, _tensors((args, kwargs))))
+    flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+    return Kernel(
+        name=packet.__name__,
+        flops=flops,
+        read=read,
+        written=sum(map(_bytes, _tensors(out))),
+        product=_product(packet, args),
+    )
+
+
+def _product(packet: Any, args: Sequence[Any]) -> tuple[int, int, int] | None:
+    if packet not in (_ATEN.mm, _ATEN.addmm):
+        return None
+    left, right = args[-2:] if packet is _ATEN.mm else args[1:3]
+    return int(left.shape[0]), int(right.shape[1]), int(left.shape[1])
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes that a kernel reads of a tensor: what is broadcast, once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * prod(size for size, stride in sizes if stride)

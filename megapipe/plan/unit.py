@@ -1,0 +1,70 @@
+"""A stage, or a part of it, as a run has measured it: bytes, kernels and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Operation = Literal["F", "R", "I", "W", "B"]
+
+
+class Kernel(BaseModel):
+    """One call of a kernel."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """torch's name of the operation."""
+    flops: int
+    read: int
+    """Bytes of its inputs."""
+    written: int
+    """Bytes of its outputs."""
+    product: tuple[int, int, int] | None = None
+    """m, n and k of a matrix product [m, k] @ [k, n]."""
+
+
+class Transfer(BaseModel):
+    """One collective, or one message to a peer."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all or send."""
+    axis: str
+    """tp, cp or ep."""
+    members: int
+    """Ranks of the group."""
+    span: int
+    """Ranks from the first member to the last one, both included: as many as the members where
+    these are neighbours."""
+    bytes: int
+    """Of the whole tensor, that all members have a part of or a term of."""
+
+
+class Unit(BaseModel):
+    """Costs of one micro-batch, or of a slice of it, at a stage on one rank."""
+
+    model_config = ConfigDict(frozen=True)
+
+    held: int
+    """Bytes on the device from F to I (from R to I where the stage is run again as a whole)."""
+    host: int
+    """Bytes in host memory from F to I."""
+    queued: int
+    """Bytes on the device from I to W."""
+    kept: int
+    """Bytes on the device from F to R, or to I without an R; `held` but where the stage is run
+    again as a whole."""
+    peaks: Mapping[Operation, int]
+    """The most bytes on the device within each operation, incoming and outgoing messages included;
+    without R where no stage is run again as a whole."""
+    operations: Mapping[Operation, tuple[Kernel | Transfer, ...]]
+    """Kernels and collectives of each operation, in their order."""
+
+    def flops(self, operation: Operation) -> int:
+        """FLOPs of an operation."""
+        every = self.operations.get(operation, ())
+        return sum(each.flops for each in every if isinstance(each, Kernel))

@@ -1,0 +1,282 @@
+"""Memory of a stage run on the meta device, held to the byte against gloo processes.
+
+The processes run the same stage with values, and finalisers count every storage.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.config import Config
+from megapipe.distributed.mesh import Coordinates
+from megapipe.engine.stage import Stage
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layout.layout import Layout
+from megapipe.ops.documents import Documents
+from megapipe.ops.storages import LiveStorages
+from megapipe.plan.run import measure
+from megapipe.plan.unit import Unit
+from megapipe.testing import World, run_world
+from megapipe.train.step import TrainStep
+from tests.parity.cases import END, Case, configure
+from tests.parity.chosen import evenly
+from tests.parity.live_storages import known_of, settle
+from tests.parity.marks import one_of
+
+Bytes = Mapping[str, int]
+"""held, host and queued, and the most within each operation."""
+TIMES = 2
+"""How often each is measured: gloo's threads may free what they have sent a moment late."""
+NUMBER = 8
+"""Bytes of a number of Python's, of which torch makes a tensor for a moment on one device only."""
+
+ONE = Case(pp=4, in_process=True, layers=8, dtype="fp32")
+LLAMA = replace(ONE, model="llama", kv_heads=2)
+TP = replace(ONE, tp=2)
+SP = replace(LLAMA, tp=2, sequence_parallel=True)
+CP = replace(ONE, cp=2, sequence=64)
+EP = replace(SP, ep=2, moe="top 2")
+SLICED = replace(LLAMA, schedule="seq1f1b", slices=4, sequence=32)
+
+
+class Stages(NamedTuple):
+    """A case, and the stages that are measured."""
+
+    case: Case
+    stages: Sequence[int] = (1,)
+
+
+CASES = [
+    Stages(ONE, (0, 1, 3)),
+    Stages(LLAMA, (0, 1, 3)),
+    Stages(replace(ONE, dtype="bf16"), (1, 3)),
+    Stages(replace(LLAMA, dtype="bf16"), (1, 3)),
+    Stages(replace(ONE, dtype="fp64")),
+    Stages(replace(ONE, dropout=0.2), (0, 1)),
+    Stages(replace(ONE, loss_chunk=5), (3,)),
+    Stages(replace(LLAMA, tied=False, vocab=512), (3,)),
+    *(Stages(replace(ONE, model=model)) for model in ("mixed", "qwen", "neox", "bloom", "gemma")),
+    Stages(replace(ONE, model="capped"), (1, 3)),
+    Stages(replace(LLAMA, documents=True)),
+    *(
+        Stages(replace(LLAMA, activations=name))
+        for name in (
+            *("stage", "full", "full, two together", "full, attention kept", "selective"),
+            *("selective, attention kept", "stage, attention kept", "selective, one block"),
+            *("offload", "of each some"),
+        )
+    ),
+    *(Stages(replace(ONE, lora=name), (1, 3)) for name in ("all", "some")),
+    Stages(replace(TP, lora="heads together")),
+    Stages(TP, (0, 1, 3)),
+    Stages(SP, (0, 1, 3)),
+    Stages(replace(SP, dtype="bf16", loss_chunk=5), (1, 3)),
+    Stages(replace(SP, activations="full")),
+    Stages(replace(TP, tp=4, sequence_parallel=True, model="mixed", kv_heads=4)),
+    Stages(CP, (0, 1, 3)),
+    *(
+        Stages(replace(CP, context=plan))
+        for plan in ("striped", "all_gather", "queries travel", "helpers", "contiguous")
+    ),
+    Stages(replace(CP, model="llama", kv_heads=2, context="ulysses")),
+    Stages(replace(CP, model="capped", context="ulysses")),
+    Stages(replace(CP, dtype="bf16", activations="full, attention kept")),
+    Stages(replace(CP, cp=4, sequence=128, context="teams")),
+    Stages(replace(CP, cp=4, sequence=128, context="usp")),
+    Stages(replace(CP, cp=4, sequence=128, context="double ring")),
+    Stages(replace(CP, moe="top 2", ep=2)),
+    Stages(EP, (1, 3)),
+    *(Stages(replace(EP, moe=name)) for name in ("groups", "shared, gated", "residual", "step")),
+    Stages(replace(EP, activations="experts again", expert_chunks=2)),
+    Stages(replace(EP, activations="full")),
+    Stages(replace(EP, dispatch="all_gather")),
+    Stages(replace(EP, dispatch="fetch")),
+    Stages(replace(EP, ep=1, etp=2)),
+    Stages(replace(EP, codec="int8")),
+    Stages(replace(EP, moe="capacity, choice", pad=True)),
+    Stages(replace(EP, ep=4, dp=2, dispatch="hierarchical", node=2)),
+    Stages(replace(EP, grouped=True)),
+    Stages(SLICED, (0, 1, 3)),
+    Stages(replace(SLICED, moe="top 2", lengths=(8, 8, 8, 8))),
+    Stages(replace(SLICED, cp=2, sequence=64)),
+]
+
+
+@one_of(2)
+def test_run_on_the_meta_device_takes_the_bytes_of_processes(some: slice) -> None:
+    """Of all ranks that have a stage, where they differ of the one that takes most."""
+    by_world = sorted(CASES[some], key=lambda each: each.case.world)
+    wrong = []
+    for world, group in itertools.groupby(by_world, key=lambda each: each.case.world):
+        given = list(group)
+        of_ranks = run_world(world, measure_processes, given, timeout_s=240)
+        for i, (case, stages) in enumerate(given):
+            config, layout = configure(case)
+            for number in stages:
+                planned = [_sizes(unit) for unit in _plan(config, layout, number)]
+                measured = _most(ranks[i][number] for ranks in of_ranks)
+                for j, (a, b) in enumerate(zip(planned, measured, strict=True)):
+                    off = {k: (a[k], b[k]) for k in b if abs(a[k] - b[k]) > NUMBER}
+                    if off:
+                        wrong.append(f"{case.name} stage {number} slice {j}: {off}")
+    assert not wrong, "(planned, measured):\n" + "\n".join(wrong)
+
+
+def _plan(config: Config, layout: Layout, number: int) -> list[Unit]:
+    """The units of a stage, of the rank of cp that takes most."""
+    places = [Coordinates(0, 0, index, 0) for index in range(layout.cp)]
+    ranks = [measure(config, layout, number, at=at) for at in places]
+    return [_largest(units) for units in zip(*ranks, strict=True)]
+
+
+def _largest(units: Sequence[Unit]) -> Unit:
+    peaks = {what: max(unit.peaks[what] for unit in units) for what in units[0].peaks}
+    sizes = {name: max(getattr(unit, name) for unit in units) for name in ("held", "queued")}
+    return units[0].model_copy(update={"peaks": peaks, **sizes})
+
+
+def _sizes(unit: Unit) -> Bytes:
+    return {"held": unit.held, "host": unit.host, "queued": unit.queued, **unit.peaks}
+
+
+def _most(ranks: Iterator[list[Bytes]]) -> list[Bytes]:
+    by_slice = zip(*ranks, strict=True)
+    return [{what: max(each[what] for each in given) for what in given[0]} for given in by_slice]
+
+
+def measure_processes(world: World, given: Sequence[Stages]) -> list[dict[int, list[Bytes]]]:
+    """By case and stage, the bytes of each slice on this rank."""
+    found = []
+    with evenly():
+        for case, stages in given:
+            config, layout = configure(case)
+            step = TrainStep(config, layout, world.mesh(case.grid), document_end=END)
+            of_case = {}
+            for number in stages:
+                real = _Real(case, layout, step, number)
+                times = [real.walk() for _ in range(1 + TIMES)][1:]
+                of_case[number] = [
+                    {what: min(each[what] for each in same) for what in same[0]}
+                    for same in zip(*times, strict=True)
+                ]
+            found.append(of_case)
+    return found
+
+
+class _Real:
+    """A stage of a process."""
+
+    def __init__(self, case: Case, layout: Layout, step: TrainStep, number: int) -> None:
+        self.case, self.layout, self.number = case, layout, number
+        self.stage: Stage = step.stages[number]
+        self.cp = step.mesh.cp.index
+
+    def walk(self) -> list[Bytes]:
+        """All operations of a micro-batch: F, R, I and W, and once more F and B."""
+        lengths, found = self.layout.local_lengths, list[dict[str, int]]()
+        inputs = [[self._message(self.number - side, n) for n in lengths] for side in (1, 0)]
+        given = [each for side in inputs for each in side if each is not None]
+        self.stage.begin(train=True)
+        live = LiveStorages(known_of(self.stage, *given))
+        for fused in (False, True):
+            mbs = list(self._microbatches())
+            live.know(t for mb in mbs for t in (mb.tokens, mb.labels, mb.mask) if t is not None)
+            self.stage.begin(train=True)
+            live.peak = live.bytes
+            self._pass(live, mbs, inputs, found, fused=fused)
+        return [self._without_rest(one) for one in found]
+
+    def _pass(
+        self,
+        live: LiveStorages,
+        mbs: Sequence[MicroBatch],
+        inputs: Sequence[Sequence[Tensor | None]],
+        found: list[dict[str, int]],
+        *,
+        fused: bool,
+    ) -> None:
+        stage, held = self.stage, []
+
+        def peak(one: dict[str, int], what: str, rest: int) -> None:
+            settle()
+            one[what], live.peak = live.peak - rest, live.bytes
+
+        for j, mb in enumerate(mbs):
+            if not fused:
+                found.append({})
+            before = live.bytes
+            with live:
+                y = stage.forward((0, j), _copy(inputs[0][j]), mb)
+                del y
+            peak(found[j], "F", before)
+            held.append(live.bytes - before)
+            found[j]["host"] = sum(live.host_sizes)
+        for j in reversed(range(len(mbs))):
+            one, rest = found[j], live.bytes - held[j]
+            if stage.recompute and not fused:
+                with live:
+                    stage.recompute_ahead((0, j))
+                peak(one, "R", rest)
+            if not fused:
+                one["held"] = live.bytes - rest
+            with live:
+                of = stage.backward if fused else stage.input_grad
+                x = of((0, j), _copy(inputs[1][j]))
+                del x
+            peak(one, "B" if fused else "I", rest)
+            if not fused:
+                one["queued"] = live.bytes - rest
+                with live:
+                    stage.weight_grad((0, j))
+                peak(one, "W", rest)
+                one["rest"] = live.bytes - rest
+
+    @staticmethod
+    def _without_rest(one: dict[str, int]) -> Bytes:
+        """Without what lasts until the step ends: figures of routing, losses."""
+        rest = one.pop("rest")
+        return {what: size - rest * (what != "host") for what, size in one.items()}
+
+    def _message(self, stage: int, length: int) -> Tensor | None:
+        if not 0 <= stage < self.layout.stages - 1:
+            return None
+        spec = self.layout.stage_layers[stage]
+        (tensor,) = self.layout.model.message(spec, self.case.batch, length)
+        return torch.full(tensor.shape, 0.1, dtype=getattr(torch, tensor.dtype))
+
+    def _microbatches(self) -> Iterator[MicroBatch]:
+        layout, start = self.layout, 0
+        lengths = layout.local_lengths
+        held = None if layout.cp == 1 else layout.split.held(layout.slice_lengths, self.cp)
+        more: dict[str, Any] = {"held": held, "scale": 0.1}
+        if len(lengths) > 1:
+            more |= {"sequence_length": sum(lengths), "earlier": {}}
+        for length in lengths:
+            ids = torch.arange(self.case.batch * length).view(-1, length) % self.case.vocab
+            documents = (
+                Documents(torch.zeros_like(ids), ids.device) if self.case.documents else None
+            )
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            yield MicroBatch(
+                index=0,
+                step=0,
+                seed=1,
+                tokens=ids,
+                labels=ids,
+                mask=mask,
+                start=start,
+                documents=documents,
+                **more,
+            )
+            start += length
+
+
+def _copy(message: Tensor | None) -> Tensor | None:
+    """A message that belongs to the operation that takes it."""
+    return None if message is None else message.clone()
