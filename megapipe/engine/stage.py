@@ -98,6 +98,10 @@ class Stage:
         self.loss_sums.clear()
         self.queue.clear()
 
+    def cached_bytes(self) -> int:
+        """Bytes that the slices of all micro-batches in flight share."""
+        return sum(cache.nbytes() for cache in self._caches.values())
+
     def set_aside(self) -> InFlight:
         """Forget what is in flight; returns it for :meth:`take_back`, with nothing queued."""
         assert not self.queue.pending(), "weight gradients are yet to be computed"

@@ -43,6 +43,14 @@ class KVCache:
         keys, values = self._rows[layer]
         return _Extend.apply(k, keys, start), _Extend.apply(v, values, start)
 
+    def nbytes(self) -> int:
+        """Bytes of keys and values and, between the backwards of slices, of their gradients."""
+        rows = [each for pair in self._rows.values() for each in pair]
+        tensors = [each.values for each in rows] + [
+            each.grad for each in rows if each.grad is not None
+        ]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
     def keep(self, rows: Tensor) -> None:
         """Keep those of the b sequences whose numbers are `rows` [n]; for use without gradients."""
         for pair in self._rows.values():

@@ -159,12 +159,14 @@ class _Run:
         trace.know(tensor for mb in batches for tensor in _given(mb))
         trace.take_peak()
         for j, mb in enumerate(batches):
-            one, before = found.setdefault(j, {"peaks": {}, "calls": {}}), trace.bytes
+            one = found.setdefault(j, {"peaks": {}, "calls": {}, "cached": {}})
+            before = trace.bytes - stage.cached_bytes()
             with trace:
                 y = stage.forward((0, j), self._received(inputs[j][0]), mb)
                 del y
-            self._note(one, "F", before)
-            one["kept"], one["host"] = trace.bytes - before, sum(trace.host_sizes)
+            one["cached"]["F"] = cached = stage.cached_bytes()
+            self._note(one, "F", before + cached)
+            one["kept"], one["host"] = trace.bytes - before - cached, sum(trace.host_sizes)
         for j in reversed(range(len(batches))):
             one = found[j]
             rest = trace.bytes - one["kept"]
@@ -179,6 +181,8 @@ class _Run:
                 x = run((0, j), self._received(inputs[j][1]))
                 del x
             self._note(one, "B" if fused else "I", rest)
+            rest += stage.cached_bytes() - cached
+            one["cached"]["I"] = cached = stage.cached_bytes()
             if not fused:
                 one["queued"] = trace.bytes - rest
                 with trace:
@@ -333,6 +337,7 @@ def _unit(one: Mapping[str, Any]) -> Unit:
         host=one["host"],
         queued=queued,
         kept=one["kept"] - left,
+        cached=(one["cached"]["F"], one["cached"]["I"]),
         peaks={what: peak - left for what, peak in one["peaks"].items()},
         operations=one["calls"],
     )

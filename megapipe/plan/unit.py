@@ -58,6 +58,9 @@ class Unit(BaseModel):
     kept: int
     """Bytes on the device from F to R, or to I without an R; `held` but where the stage is run
     again as a whole."""
+    cached: tuple[int, int] = (0, 0)
+    """Bytes on the device that a micro-batch's slices share, which no other figure counts: after
+    the F and after the I of this slice."""
     peaks: Mapping[Operation, int]
     """The most bytes on the device within each operation, incoming and outgoing messages included;
     without R where no stage is run again as a whole."""
