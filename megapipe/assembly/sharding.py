@@ -13,7 +13,7 @@ from megapipe.ops.kernels import Kernels
 
 
 def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Sharding:
-    """The :class:`Sharding` of one stage, with a weight-gradient queue of its own."""
+    """Make the :class:`Sharding` of one stage, with a weight-gradient queue of its own."""
     dtype, split = TORCH_DTYPES[config.model.dtype], config.parallel.sequence_parallel
     given = Sharding(mesh.tp, split, dtype, kernels=kernels)
     if config.model.moe.experts is None:

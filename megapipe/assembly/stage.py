@@ -9,6 +9,6 @@ from megapipe.model.interface import StageModule
 
 
 def make_stage(layout: Layout, number: int, module: StageModule, *, recompute: bool) -> Stage:
-    """The engine's stage of this number; `recompute`: it is run again as a whole."""
+    """Make the engine's stage of this number; `recompute`: it is recomputed as a whole."""
     kind = TupleStage if layout.sends_tuples else Stage
     return kind(module, layout.spans[number], recompute=recompute)

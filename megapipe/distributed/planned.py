@@ -34,9 +34,9 @@ class Collective(NamedTuple):
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all or send."""
     ranks: tuple[int, ...]
-    """Of the group."""
+    """Members of the group."""
     bytes: int
-    """Of the whole tensor: what is gathered, or what is to be summed or shared out."""
+    """Size of the whole tensor: what is gathered, or what is to be summed or shared out."""
 
 
 class _Complete:

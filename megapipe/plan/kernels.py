@@ -18,7 +18,7 @@ from megapipe.ops.kernels import Kernels
 
 
 def planned_kernels(config: Config, layout: Layout) -> Kernels:
-    """The kernels of a CPU for a run, without a :class:`Context`."""
+    """Choose the kernels that a run has on a CPU, without a :class:`Context`."""
     experts = grouped.loop_product
     if config.kernels.experts == "grouped":
         experts = grouped.grouped_product

@@ -39,7 +39,6 @@ from megapipe.plan.kernels import STAND_INS, planned_kernels
 from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
 
 _META = torch.device("meta")
-_ATEN = torch.ops.aten
 _NO_KERNEL = re.compile(
     "_?(unsafe_)?(reshape_)?(view|alias)|reshape|t|transpose|permute|expand|select|slice|as_strided"
     "|(un)?squeeze|split(_with_sizes)?|unbind|chunk|narrow|(un)?flatten|unfold|detach|set_|resize_"
@@ -82,7 +81,7 @@ class _Trace(LiveStorages):
         return calls
 
     def take_peak(self) -> int:
-        """The most bytes alive since the last time."""
+        """Return the most bytes alive since the last time."""
         peak, self.peak = self.peak, self.bytes
         return peak
 
@@ -236,7 +235,7 @@ class _Run:
         return tuple((each.shape, getattr(torch, each.dtype)) for each in tensors)
 
     def _received(self, shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Message:
-        """A message that has just come in."""
+        """Allocate a message that has just come in."""
         tensors = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
         if not self.layout.sends_tuples:
             return tensors[0] if tensors else None
@@ -270,7 +269,7 @@ def _grid(layout: Layout) -> Grid:
 
 
 def _built(layout: Layout, number: int, sharding: Sharding) -> StageModule:
-    """The modules of a stage, whose parameters have main gradients."""
+    """Build the modules of a stage; their parameters have main gradients."""
     module = layout.model.build(layout.stage_layers[number], sharding)
     for parameter in module.parameters():
         if not spec_of(parameter).frozen:
@@ -324,7 +323,7 @@ class _EvenCounts:
         return Counts([known] * ep.size, counted.there)
 
     def _rows(self, rows: Fraction | float, most: int | None) -> int:
-        """Rows of an expert, of which it takes `most` of a whole sequence."""
+        """Bound rows of an expert, which takes `most` of a whole sequence."""
         return int(rows) if most is None else min(int(rows), self.rows * -(-most // self.ranks))
 
 
@@ -345,22 +344,43 @@ def _unit(one: Mapping[str, Any]) -> Unit:
 
 def _kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Kernel:
     packet = func._overloadpacket
-    read = sum(map(_bytes, _tensors((args, kwargs))))
-    flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+    product = _product(packet.__name__, args)
+    flops = 0
+    if product is not None:
+        flops = 2 * prod(product)
+    elif "attention" in packet.__name__:
+        flops = _attention_flops(func, args, kwargs)
+    elif packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
     return Kernel(
         name=packet.__name__,
         flops=flops,
-        read=read,
+        read=sum(map(_bytes, _tensors((args, kwargs)))),
         written=sum(map(_bytes, _tensors(out))),
-        product=_product(packet, args),
+        product=product,
     )
 
 
-def _product(packet: Any, args: Sequence[Any]) -> tuple[int, int, int] | None:
-    if packet not in (_ATEN.mm, _ATEN.addmm):
+def _product(name: str, args: Sequence[Any]) -> tuple[int, int, int] | None:
+    """m, n and k; torch counts no products that are added in place, nor those of groups of rows."""
+    if name in ("mm", "_grouped_mm"):
+        left, right = args[:2]
+    elif name in ("addmm", "addmm_"):
+        left, right = args[1:3]
+    else:
         return None
-    left, right = args[-2:] if packet is _ATEN.mm else args[1:3]
-    return int(left.shape[0]), int(right.shape[1]), int(left.shape[1])
+    return int(left.shape[0]), int(right.shape[-1]), int(left.shape[1])
+
+
+def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """FLOPs of the scores that a causal mask leaves: two products forward, five backward."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    q, k = given["query"], given["key"]
+    heads, (s, t) = prod(q.shape[:-2]), (q.shape[-2], k.shape[-2])
+    scores = s * (s + 1) // 2 if given.get("is_causal", False) else s * t
+    products = 5 if "backward" in func._overloadpacket.__name__ else 2
+    return int(2 * products * heads * scores * q.shape[-1])
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -368,6 +388,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes that a kernel reads of a tensor: what is broadcast, once."""
+    """Count bytes that a kernel reads of a tensor: what is broadcast, once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * prod(size for size, stride in sizes if stride)

@@ -41,7 +41,7 @@ class Transfer(BaseModel):
     """Ranks from the first member to the last one, both included: as many as the members where
     these are neighbours."""
     bytes: int
-    """Of the whole tensor, that all members have a part of or a term of."""
+    """Size of the whole tensor, of which each member has a part or a term."""
 
 
 class Unit(BaseModel):
@@ -50,7 +50,7 @@ class Unit(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     held: int
-    """Bytes on the device from F to I (from R to I where the stage is run again as a whole)."""
+    """Bytes on the device from F to I (from R to I where the stage is recomputed as a whole)."""
     host: int
     """Bytes in host memory from F to I."""
     queued: int
@@ -63,7 +63,7 @@ class Unit(BaseModel):
     the F and after the I of this slice."""
     peaks: Mapping[Operation, int]
     """The most bytes on the device within each operation, incoming and outgoing messages included;
-    without R where no stage is run again as a whole."""
+    without R where no stage is recomputed as a whole."""
     operations: Mapping[Operation, tuple[Kernel | Transfer, ...]]
     """Kernels and collectives of each operation, in their order."""
 

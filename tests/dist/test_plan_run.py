@@ -110,7 +110,7 @@ CASES = [
 
 @one_of(2)
 def test_run_on_the_meta_device_takes_the_bytes_of_processes(some: slice) -> None:
-    """Of all ranks that have a stage, where they differ of the one that takes most."""
+    """Ranks that have a stage may differ; the one that takes most is compared."""
     by_world = sorted(CASES[some], key=lambda each: each.case.world)
     wrong = []
     for world, group in itertools.groupby(by_world, key=lambda each: each.case.world):
@@ -127,13 +127,13 @@ def test_run_on_the_meta_device_takes_the_bytes_of_processes(some: slice) -> Non
 
 
 def _plan_all(case: Case, stages: Sequence[int]) -> dict[int, list[Bytes]]:
-    """Bytes of each slice, by stage."""
+    """Plan the bytes of each slice, by stage."""
     config, layout = configure(case)
     return {n: [_sizes(unit) for unit in _plan(config, layout, n)] for n in stages}
 
 
 def _plan(config: Config, layout: Layout, number: int) -> list[Unit]:
-    """The units of a stage, of the rank of cp that takes most."""
+    """Plan the units of a stage on the rank of cp that takes most."""
     places = [Coordinates(0, 0, index, 0) for index in range(layout.cp)]
     ranks = [measure(config, layout, number, at=at) for at in places]
     return [_largest(units) for units in zip(*ranks, strict=True)]

@@ -1,0 +1,170 @@
+"""A stage run on the meta device: the plan is what the program does, whatever that is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.distributed.collectives import start_all_to_all
+from megapipe.layers import linear
+from megapipe.layers.norm import Norm
+from megapipe.layers.parameter import Sharding
+from megapipe.ops.weight_grad import torch_accumulate
+from megapipe.plan.kernels import planned_kernels
+from megapipe.plan.run import measure
+from megapipe.plan.traffic import operation_traffic
+from megapipe.plan.unit import Transfer, Unit
+from tests.parity.cases import Case, configure
+
+ONE = Case(pp=4, in_process=True, layers=8, dtype="fp32", sequence=64)
+LAYERS = 2
+"""Of a stage."""
+MESSAGE = 64 * 2 * 16 * 4
+"""Bytes of hidden states."""
+
+
+def unit_of(case: Case, stage: int = 1, **options: Any) -> Unit:
+    (unit,) = measure(*configure(case), stage, **options)
+    return unit
+
+
+def wire(unit: Unit, operation: Any) -> Fraction:
+    """Bytes that each member sends, by rings."""
+    total = Fraction(0)
+    for each in unit.operations.get(operation, ()):
+        if isinstance(each, Transfer):
+            share = Fraction(each.members - 1, each.members)
+            times = {"all_reduce": 2 * share, "send": 1}.get(each.kind, share)
+            total += each.bytes * times
+    return total
+
+
+def test_a_unit_is_read_as_it_was_written() -> None:
+    unit = unit_of(replace(ONE, tp=2))
+    assert Unit.model_validate_json(unit.model_dump_json()) == unit
+
+
+def test_a_layer_that_keeps_one_more_tensor_holds_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Keeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(torch.zeros_like(x))
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    before, forward = unit_of(ONE), Norm.forward
+    monkeypatch.setattr(
+        Norm, "forward", lambda norm, x, *rest: Keeping.apply(forward(norm, x, *rest))
+    )
+    after = unit_of(ONE)
+    assert after.held - before.held == 2 * LAYERS * MESSAGE
+    assert after.queued == before.queued
+
+
+def test_one_more_collective_is_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, product = replace(ONE, tp=2), linear.column_product
+    before = unit_of(case)
+
+    def gathering(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
+        start_all_to_all(x.flatten(), sharding.tp)[1]()
+        return product(x, weight, bias, sharding)
+
+    monkeypatch.setattr(linear, "column_product", gathering)
+    after = unit_of(case)
+
+    def transfers(unit: Unit) -> Counter[Transfer]:
+        return Counter(each for each in unit.operations["F"] if isinstance(each, Transfer))
+
+    added = Transfer(kind="all_to_all", axis="tp", members=2, span=2, bytes=MESSAGE)
+    assert transfers(after) - transfers(before) == {added: 2 * LAYERS}
+
+
+def test_another_kernel_is_planned_with_its_own_memory() -> None:
+    config, layout = configure(replace(ONE, dtype="bf16"))
+
+    def wide_accumulate(main: Tensor, left: Tensor, right: Tensor) -> None:
+        torch_accumulate(main, left.float(), right.float())
+
+    kernels = planned_kernels(config, layout)
+    (before,) = measure(config, layout, 1, kernels=kernels)
+    (after,) = measure(config, layout, 1, kernels=replace(kernels, accumulate=wide_accumulate))
+    assert after.peaks["W"] > before.peaks["W"]
+    assert after.peaks["F"] == before.peaks["F"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ONE,
+        replace(ONE, model="llama", kv_heads=2),
+        replace(ONE, activations="full"),
+        replace(ONE, tp=2),
+    ],
+    ids=["gpt2", "llama", "full", "tp"],
+)
+def test_flops_are_those_of_the_formulas(case: Case) -> None:
+    """Of attention half of the scores, and of their diagonal all; in I five products."""
+    config, layout = configure(case)
+    unit = unit_of(case)
+    work = layout.model.causal_work(layout.stage_layers[1], layout.spans[1], again=False)
+    tokens = Fraction(layout.local_length * config.train.microbatch, case.tp)
+    assert unit.flops("W") == work.W * tokens
+    for operation in ("F", "I"):
+        assert unit.flops(operation) == pytest.approx(
+            float(getattr(work, operation) * tokens), rel=0.02
+        )
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_bytes_over_tp_are_those_of_the_traffic(sequence_parallel: bool, stage: int) -> None:
+    case = replace(ONE, tp=2, sequence_parallel=sequence_parallel)
+    config, layout = configure(case)
+    unit = unit_of(case, stage)
+    for operation in ("F", "I", "W", "B"):
+        assert wire(unit, operation) == operation_traffic(config, layout, stage, operation)
+
+
+def test_the_head_gathers_its_input_where_the_loss_is_computed() -> None:
+    """In I; the formulas have it in F, and leave out the numbers of the loss."""
+    case = replace(ONE, tp=2, sequence_parallel=True)
+    config, layout = configure(case)
+    unit, numbers = unit_of(case, 3), 3 * 4 * case.batch * case.sequence
+    of_run, of_formulas = (
+        [of(what) for what in ("F", "I")]
+        for of in (partial(wire, unit), partial(operation_traffic, config, layout, 3))
+    )
+    gathered = MESSAGE // 2
+    assert of_run == [of_formulas[0] - gathered, of_formulas[1] + gathered + numbers]
+
+
+def test_what_is_run_again_is_sent_again_where_that_happens() -> None:
+    """The formulas had the collectives of a second forward in F."""
+    kept, again = (unit_of(replace(ONE, tp=2, activations=name)) for name in ("keep", "full"))
+    assert wire(again, "F") == wire(kept, "F")
+    assert wire(again, "I") > wire(kept, "I")
+
+
+def test_a_stage_that_recomputes_keeps_its_input_alone() -> None:
+    unit = unit_of(replace(ONE, activations="stage"))
+    assert unit.kept == MESSAGE
+    assert unit.held == unit_of(ONE).held
+    assert unit.operations["R"]
+
+
+def test_experts_with_more_rows_hold_more() -> None:
+    case = replace(ONE, tp=2, sequence_parallel=True, ep=2, moe="top 2")
+    even, more = unit_of(case), unit_of(case, imbalance=Fraction(3, 2))
+    assert more.held > even.held
