@@ -95,10 +95,8 @@ class Agent(LocalElasticAgent):
 
     def _claim(self, code: int, worker_group: WorkerGroup) -> None:
         """Claim a failure, unless the rank ended by a signal that was handed on to it."""
-        if code - 128 in self._handed_on:
-            return
         self.before = next(iter(self._heard), None)
-        if self.before is None:
+        if self.before is None and code - 128 not in self._handed_on:
             store = _store(worker_group)
             with contextlib.suppress(DistError, Mute):
                 self.before = within(ANSWER_S, lambda: claim(store, code))

@@ -236,7 +236,8 @@ def _exit_code(
     result: RunResult, relay: _Relay, stopped: Container[int], before: int | None
 ) -> int:
     """The exit code of a job on this node, of which nothing has been said if a rank was killed,
-    unless another process has failed `before`, with this code.
+    or stopped by a signal before it had begun, unless another process has failed `before`, with
+    this code.
 
     Those that were `stopped`, and killed for that, had not failed."""
     failures = sorted(result.failures.items(), key=lambda failure: failure[1].pid in stopped)
@@ -247,6 +248,8 @@ def _exit_code(
         if number == signal.SIGKILL and relay.killed_for is not None:
             return 128 + relay.killed_for
         if number in relay.handed_on and number in STOPPED:  # before it could hear it
+            if before is not None:  # a scheduler ends this launcher as another has ended
+                return before
             say(_stopped(signal.Signals(number), "before the ranks had begun"))
             return Preempted.exit_code
         if number not in relay.handed_on:
@@ -405,6 +408,20 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return arguments, command
 
 
+def nodes_of(options: Sequence[str]) -> Nodes:
+    """Return the nodes that a launcher with these options starts a job on."""
+    nodes: Nodes = parser().parse_args(options).nnodes
+    return nodes
+
+
+def _repeated(options: Sequence[str]) -> str:
+    """Return the options of a launcher that starts the job again: the verdict was that of this
+    one."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--verdict")
+    return shlex.join(own.parse_known_args(options)[1])
+
+
 def _value(read: Callable[[str], T], form: str) -> Callable[[str], T]:
     """The value of an option of this form."""
 
@@ -452,7 +469,7 @@ def main(argv: Sequence[str]) -> int:
     """Start what `argv` says; returns the exit code."""
     begin_program()
     arguments, command = _parse(argv)
-    os.environ[OPTIONS] = shlex.join(argv[: len(argv) - len(command)])
+    os.environ[OPTIONS] = _repeated(argv[: len(argv) - len(command)])
     try:
         code = launch(
             command,

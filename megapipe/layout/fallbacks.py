@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.launch.endpoints import Nodes
 from megapipe.layout.others import replica_size, with_layout
 from megapipe.layout.resolve import resolve
+from megapipe.words import counted
 
 
 def check_layouts(config: Config, world: int, *, where: str = "configuration") -> None:
@@ -31,6 +33,24 @@ def check_layouts(config: Config, world: int, *, where: str = "configuration") -
         else:
             assert problem is not None
             raise problem
+
+
+def check_fewest(config: Config, nodes: Nodes, ranks: int, *, where: str = "configuration") -> None:
+    """Refuse a job that could not go on with the least of its `nodes`, of `ranks` processes each.
+
+    `config` is as it was given. Raises :class:`ConfigError`, in one line that begins with `where`.
+    """
+    if not nodes.elastic:
+        return
+    try:
+        resolve(config, nodes.least * ranks, None)
+    except ConfigError as error:
+        reason = str(error).removeprefix("configuration: ").partition(";")[0]
+        raise ConfigError(
+            f"{where}: --nnodes {nodes} lets the job go on with {counted(nodes.least, 'node')}, "
+            f"for which there is no layout ({reason}): expected one of parallel.layouts for it, no "
+            f"parallel.dp, or --nnodes {nodes.most}"
+        ) from None
 
 
 def _numbers(config: Config, world: int) -> Iterator[int]:

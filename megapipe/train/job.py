@@ -20,6 +20,7 @@ from megapipe.distributed.environment import set_environment
 from megapipe.errors import MegapipeError, Preempted
 from megapipe.launch import devices, progress, rendezvous
 from megapipe.launch.affinity import bind_near
+from megapipe.launch.launcher import nodes_of
 from megapipe.launch.listening import listen_beside
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.place import LaunchInfo
@@ -30,7 +31,7 @@ from megapipe.layout.devices import device_kind
 from megapipe.layout.dispatch import on_nodes
 from megapipe.layout.expert_checks import check_imbalance
 from megapipe.layout.expert_copies import check_pool
-from megapipe.layout.fallbacks import check_layouts
+from megapipe.layout.fallbacks import check_fewest, check_layouts
 from megapipe.layout.layout import DeviceKind
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
@@ -74,6 +75,8 @@ def start(
     given = on_nodes(command.config, info.local_world) if info.launched else command.config
     config, layout = resolve(given, world, None, where=command.where)
     check_layouts(given, layout.world, where=command.where)
+    if info.options is not None:
+        check_fewest(given, nodes_of(info.options), info.local_world, where=command.where)
     check_sinks(config.log)
     check_pool(config, layout)
     check_imbalance(config, command.imbalance)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megapipe.launch import launcher
+from megapipe.launch.agent import Agent
 from megapipe.launch.ranks import LOOK_S, Ends
 
 
@@ -66,3 +67,18 @@ def test_the_exit_code_of_a_rank_that_was_killed(capsys: pytest.CaptureFixture[s
     assert said == (
         "megapipe: error: rank 3 was stopped by a signal, and the job has ended without it\n"
     )
+
+
+def test_a_launcher_that_is_ended_as_another_has_failed_adds_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A scheduler ends it, and its ranks have not begun to hear signals."""
+    relay: Any = SimpleNamespace(killed_for=None, handed_on={signal.SIGTERM})
+    asked = ended(-signal.SIGTERM)
+    assert launcher._exit_code(asked, relay, stopped=set(), before=2) == 2
+    assert capsys.readouterr().err == ""
+    assert launcher._exit_code(asked, relay, stopped=set(), before=None) == 75
+    assert "stopped by SIGTERM before the ranks had begun" in capsys.readouterr().err
+    agent: Any = SimpleNamespace(_handed_on=relay.handed_on, _heard=[2], before=None)
+    Agent._claim(agent, 128 + signal.SIGTERM, worker_group=Any)  # type: ignore[arg-type]
+    assert agent.before == 2

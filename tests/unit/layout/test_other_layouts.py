@@ -2,10 +2,14 @@
 
 import pytest
 
-from megapipe.cli import parse
+from megapipe.cli import Command, parse
 from megapipe.errors import ConfigError
-from megapipe.layout.fallbacks import check_layouts
+from megapipe.launch.endpoints import Nodes
+from megapipe.launch.place import LaunchInfo
+from megapipe.launch.signals import StopRequest
+from megapipe.layout.fallbacks import check_fewest, check_layouts
 from megapipe.layout.resolve import resolve
+from megapipe.train import job
 
 GIVEN = (
     *("parallel.pp=4", "parallel.tp=2", "pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2"),
@@ -72,6 +76,7 @@ EXPERTS = (
     *("train.global_batch=8", "train.microbatch=1", "parallel.layouts.half.ep=2"),
 )
 HALF = (*EXPERTS, "parallel.layouts.half.dp=2")
+BATCH = ("train.global_batch=2", "train.microbatch=1")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +109,29 @@ def test_a_layout_is_right_that_some_number_of_processes_can_have() -> None:
     with pytest.raises(ConfigError, match=r"layouts.half: parallel.ep=3 does not divide dp 4 x"):
         check_layouts(parse([*open_dp, "parallel.layouts.half.ep=3"]).config, 4)
     check_layouts(parse(GIVEN).config, 8)
+
+
+def test_a_job_that_could_not_go_on_with_the_least_number_of_nodes_is_refused() -> None:
+    """At its start, and not when the first node is lost."""
+    fixed = parse([*BATCH, "parallel.dp=2"]).config
+    with pytest.raises(ConfigError) as caught:
+        check_fewest(fixed, Nodes(1, 2), 1, where="run.yaml")
+    assert str(caught.value) == (
+        "run.yaml: --nnodes 1:2 lets the job go on with 1 node, for which there is no layout "
+        "(world size 1 for dp 2 x pp 1 x cp 1 x tp 1: expected 2): expected one of "
+        "parallel.layouts for it, no parallel.dp, or --nnodes 2"
+    )
+    for given, nodes, ranks in (
+        (fixed, Nodes(2, 2), 1),
+        (fixed, Nodes(1, 2), 2),
+        (parse(BATCH).config, Nodes(1, 2), 1),
+        (parse([*BATCH, "parallel.dp=2", "parallel.layouts.one.dp=1"]).config, Nodes(1, 2), 1),
+    ):
+        check_fewest(given, nodes, ranks)
+    stop, options = StopRequest.__new__(StopRequest), ("--nnodes", "1:2", "--nproc=1")
+    info = LaunchInfo(1, 2, 0, 1, launched=True, hosted=True, options=options)
+    with pytest.raises(ConfigError, match=r"^configuration: --nnodes 1:2 lets"):
+        job.start(Command(fixed), info, stop)
 
 
 @pytest.mark.parametrize(
