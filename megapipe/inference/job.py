@@ -123,6 +123,7 @@ def _in_job(
     if interrupts is not None:
         interrupts.interrupt = ending.interrupt
     try:
+        info = ending.info = rendezvous.place_on_host(store, info, TIMEOUT_S)
         options = {name: str(value) for name, value in vars(given).items() if name != "run"}
         versions = {"megapipe's files": package_hash(), "torch": torch.__version__}
         rendezvous.compare_ranks(store, info, {**options, **versions}, TIMEOUT_S)

@@ -40,7 +40,7 @@ from megapipe.launch.endpoints import Endpoint, Nodes
 from megapipe.launch.forks import Forks, can_fork
 from megapipe.launch.memory_folder import MemoryFolder
 from megapipe.launch.open_files import allow_connections
-from megapipe.launch.place import OPTIONS, spare_threads
+from megapipe.launch.place import NODES, ONE, OPTIONS, spare_threads
 from megapipe.launch.ranks import Ends
 from megapipe.launch.signals import NOTICES, STOP_SIGNALS, Listener
 from megapipe.launch.supervisor import Supervisor, line
@@ -403,6 +403,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         arguments.restarts = ELASTIC_RESTARTS if nodes.elastic else 0
     if arguments.restarts < nodes.elastic:
         own.error(f"--restarts: expected a number >= {int(nodes.elastic)}")
+    told = os.environ.get(NODES, "1")
+    if nodes.most == 1 and told not in ONE and not any(o.startswith("--nnodes") for o in options):
+        own.error(f"{NODES}={told} is not read: expected --nnodes {told}, or --nnodes 1")
     if nodes.most > 1 and not (arguments.endpoints and arguments.rdzv_id):
         own.error("several nodes need --rdzv-endpoint HOST:PORT and --rdzv-id ID to meet")
     return arguments, command

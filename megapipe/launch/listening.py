@@ -47,6 +47,18 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(place[0]).is_loopback
 
 
+def is_here(host: str) -> bool:
+    """Whether a name or address is this host's."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, (address, *_) in socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind((address, 0))
+                return True
+    return False
+
+
 def listen(address: str, port: int, what: str, tell: Tell) -> socket.socket | None:
     """A socket that listens at `address` and no other one of this host; port 0: any that is free.
 
@@ -84,13 +96,21 @@ def listen_beside(address: str, port: int, what: str, tell: Tell) -> tuple[socke
         here = _bound(address, home, 0, what, tell)
         if here is not None:
             return here, home
+    own = own_address(address, port)
+    number = ipaddress.ip_address(own)
+    family = socket.AF_INET if number.version == 4 else socket.AF_INET6
+    if number.is_loopback:
+        return socket.create_server(("", 0), family=family, backlog=BACKLOG), address
+    return socket.create_server((own, 0), family=family, backlog=BACKLOG), own
+
+
+def own_address(address: str, port: int) -> str:
+    """Return the address of this host on the way to address:port. Raises OSError."""
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # sends nothing
-        own = probe.getsockname()[0]
-    if ipaddress.ip_address(own).is_loopback:
-        return socket.create_server(("", 0), family=family, backlog=BACKLOG), address
-    return socket.create_server((own, 0), family=family, backlog=BACKLOG), own
+        own: str = probe.getsockname()[0]
+    return own
 
 
 class _NotHere(Exception):

@@ -35,7 +35,7 @@ from megapipe import heartbeat
 from megapipe.answers import Mute, within
 from megapipe.errors import LaunchError
 from megapipe.launch.endpoints import Endpoint, Nodes
-from megapipe.launch.listening import STORE, Tell, at_home, listen, listen_beside
+from megapipe.launch.listening import STORE, Tell, at_home, is_here, listen, listen_beside
 from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.stores import ANSWER_S, open_tcp_store
 from megapipe.words import counted
@@ -228,7 +228,7 @@ class Meeting(RendezvousHandler):
     def _opened(self, unknown: Container[str], waited: float) -> Store | None:
         """Host a store if one of the endpoints is here and it is its turn; else None."""
         for turn, endpoint in enumerate(self._endpoints):
-            if waited < turn * TURN_S or endpoint.host in unknown or not _is_here(endpoint.host):
+            if waited < turn * TURN_S or endpoint.host in unknown or not is_here(endpoint.host):
                 continue
             place = at_home(endpoint.host), endpoint.port
             try:
@@ -389,15 +389,3 @@ def _info(store: Store, at: Endpoint, place: int, members: int) -> RendezvousInf
     return RendezvousInfo(
         PrefixStore("launcher", store), place, members, RendezvousStoreInfo(at.host, at.port)
     )
-
-
-def _is_here(host: str) -> bool:
-    """Whether a name or address is this host's."""
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, (address, *_) in socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM
-        ):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.bind((address, 0))
-                return True
-    return False

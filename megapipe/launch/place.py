@@ -20,6 +20,12 @@ from megapipe.launch.endpoints import is_host
 
 OPTIONS = "MEGAPIPE_LAUNCH_OPTIONS"
 """Variable by which megapipe's launcher tells its ranks the options that it was given."""
+NODES = "PET_NNODES"
+"""Variable that tells torchrun the number of nodes, as Kubeflow sets it in each pod."""
+ONE = "1", "1:1"
+"""Its values for one node."""
+_JOB_INDEX = "JOB_COMPLETION_INDEX"
+"""Variable that numbers the pods of an indexed job of Kubernetes, which does not tell how many."""
 RUN_ALONE = "to run one process alone, set RANK=0 WORLD_SIZE=1"
 
 
@@ -39,6 +45,14 @@ class LaunchInfo:
     """The launcher already runs the store at address:port (torchrun does)."""
     options: tuple[str, ...] | None = None
     """Options of megapipe's own launcher; None where another one, or none, has started it."""
+    guessed: tuple[str, ...] = ()
+    """Names of the fields above that nothing has told, until the ranks have compared their hosts
+    (:func:`megapipe.launch.rendezvous.place_on_host`)."""
+    is_listed: bool = False
+    """The address is that of the first host of SLURM's list."""
+    kubernetes: str = ""
+    """The address of Kubernetes where this process is in a pod that is given localhost for the
+    address of rank 0, and that others may reach through a service; else empty."""
 
     @property
     def hosts(self) -> bool:
@@ -72,6 +86,15 @@ _HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = _Names(
     "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
 )
+_HOSTS = {
+    _SLURM: ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+    _OPEN_MPI: ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    _HYDRA: ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+}
+"""SLURM's variables with the list of hosts of a launcher's processes. The step in which mpirun
+starts its own processes may be without the first host, which is that of rank 0 by default."""
+_LOCAL = "127.0.0.1", "localhost"
+"""Addresses by which a process has its peers on its own host."""
 _OTHERS = (
     "PMIX_RANK",
     "PALS_RANKID",
@@ -96,22 +119,32 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
     if names is None:
         _check_alone(environ)
         return LaunchInfo()
-    given = dict(environ)
+    address = environ.get("MASTER_ADDR") or "127.0.0.1"
+    given: Mapping[str, str] = environ
+    guessed: tuple[str, ...] = ()
+    kubernetes = ""
     if names is _TORCHRUN:
-        given.setdefault("LOCAL_RANK", environ.get("RANK", ""))
-        given.setdefault("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", ""))
+        if address == "localhost" and "LOCAL_RANK" not in environ:
+            kubernetes = environ.get("KUBERNETES_SERVICE_HOST", "")
+        is_here = address in _LOCAL and not kubernetes
+        local = [environ.get(name, "") for name in names[:2]] if is_here else ["0", "1"]
+        given = {**dict(zip(names[2:], local, strict=True)), **environ}
+        fields = zip(names[2:], ("local_rank", "local_world"), strict=True)
+        guessed = tuple(field for name, field in fields if name not in environ)
     rank, world, local_rank, local_world = (_number(given, name) for name in names)
     if not rank < world:
         raise LaunchError(f"rank {rank} does not exist in a world of {world}")
-    if names in (_OPEN_MPI, _HYDRA) and local_world < world and "MASTER_ADDR" not in environ:
+    hosts = _hosts(environ, names, is_one=local_world == world)
+    if hosts:
+        address = first_host(hosts)
+    elif names in (_OPEN_MPI, _HYDRA) and local_world < world and not environ.get("MASTER_ADDR"):
         raise LaunchError(
             f"{local_world} of {world} processes are on this host, and none of mpirun's variables "
             "names that of rank 0: expected MASTER_ADDR to be set to it"
         )
+    _check_address(address)
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names is _TORCHRUN
     options = environ.get(OPTIONS) if hosted else None
-    address = _address(environ, names)
-    _check_address(address)
     return LaunchInfo(
         rank,
         world,
@@ -122,6 +155,9 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
         launched=True,
         hosted=hosted,
         options=None if options is None else tuple(shlex.split(options)),
+        guessed=guessed,
+        is_listed=bool(hosts),
+        kubernetes=kubernetes,
     )
 
 
@@ -138,26 +174,27 @@ def likely_place(environ: Mapping[str, str]) -> LaunchInfo:
     rank = next((n for n in map(whole, (names.rank, *_OTHERS)) if n is not None), None)
     if rank is None:
         return LaunchInfo(port=0)
-    address = _address(environ, names)
+    world = max(whole(names.world) or 0, rank + 1, 2)
+    hosts = _hosts(environ, names, is_one=whole(names.local_world) == world)
+    address = environ.get("MASTER_ADDR") or first_host(hosts)
     local_rank = whole(names.local_rank)
     if local_rank is None:
-        local_rank = rank if address in ("127.0.0.1", "localhost") else 0
+        local_rank = rank if address in _LOCAL else 0
     port = 0
     with contextlib.suppress(LaunchError):
         _check_address(address)
         if "MASTER_PORT" in environ or "SLURM_JOB_ID" in environ:
             port = _port(environ)
-    world = max(whole(names.world) or 0, rank + 1, 2)
     return LaunchInfo(rank, world, local_rank, address=address, port=port, launched=True)
 
 
-def _address(environ: Mapping[str, str], names: _Names) -> str:
-    """Where rank 0 is."""
-    address = environ.get("MASTER_ADDR")
-    if not address and names is _SLURM:
-        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        return first_host(nodes)
-    return address or "127.0.0.1"
+def _hosts(environ: Mapping[str, str], names: _Names, *, is_one: bool) -> str:
+    """SLURM's list of the hosts of the processes, of which the first one is that of rank 0; nothing
+    where MASTER_ADDR says that, or mpirun's processes are all on one host."""
+    if environ.get("MASTER_ADDR") or (is_one and names is not _SLURM):
+        return ""
+    lists = (environ.get(name) for name in _HOSTS.get(names, ()))
+    return next(filter(None, lists), "")
 
 
 def _check_address(address: str) -> None:
@@ -195,6 +232,14 @@ def _check_alone(environ: Mapping[str, str]) -> None:
             f"this is one of {tasks} tasks of SLURM's, and {missing} is not set: start it with "
             f"srun, or with python -m megapipe.launch; {RUN_ALONE}"
         )
+    several = {NODES: environ.get(NODES, "1") not in ONE, _JOB_INDEX: _JOB_INDEX in environ}
+    for name, is_so in several.items():
+        if is_so:
+            raise LaunchError(
+                f"{name}={environ[name]} tells of several pods, and RANK and WORLD_SIZE are not "
+                "set: start it in each with torchrun or python -m megapipe.launch --nnodes N, or "
+                f"set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; {RUN_ALONE}"
+            )
     for name in _OTHERS:
         if name in environ:
             raise LaunchError(

@@ -12,15 +12,25 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megapipe import heartbeat
 from megapipe.answers import Mute
 from megapipe.errors import DataError, LaunchError
-from megapipe.launch.listening import STORE, Tell, at_home, is_loopback, listen
+from megapipe.launch.listening import (
+    STORE,
+    Tell,
+    at_home,
+    is_here,
+    is_loopback,
+    listen,
+    own_address,
+)
 from megapipe.launch.loopback import loopback_problem
-from megapipe.launch.place import LaunchInfo
+from megapipe.launch.place import LaunchInfo, spare_threads
 from megapipe.launch.stores import open_tcp_store
+from megapipe.processes import machine
 from megapipe.words import ranges
 
 if TYPE_CHECKING:
@@ -68,7 +78,18 @@ def _tcp_store(info: LaunchInfo, timeout_s: float, tell: Tell) -> Store:
     listening = None
     if info.hosts:
         _until_there(lambda _: socket.getaddrinfo(info.address, info.port), info, timeout_s, tell)
-        listening = listen(info.address, info.port, STORE, tell)
+        if info.is_listed and not is_here(info.address):
+            raise RendezvousError(
+                f"rank 0 is on {socket.gethostname()}, and not on {info.address}, the first host "
+                "of SLURM's list: expected MASTER_ADDR to be set to the host of rank 0"
+            )
+        if info.kubernetes:
+            tell(
+                f"MASTER_ADDR={info.address} in a pod: {STORE} listens on all interfaces, as other "
+                "pods may look for it through a service"
+            )
+        else:
+            listening = listen(info.address, info.port, STORE, tell)
     else:
 
         def connect(left: float) -> None:
@@ -123,6 +144,45 @@ def _until_there(
             return
 
 
+def place_on_host(store: Store, info: LaunchInfo, timeout_s: float) -> LaunchInfo:
+    """Return `info` with what it has guessed so far: this rank's place among those of its host,
+    which all tell each other. All ranks call it, unless none has guessed.
+
+    Raises :class:`LaunchError` where some do not come within `timeout_s`.
+    """
+    from torch.distributed import DistStoreError
+
+    if not info.guessed:
+        return info
+    wait = datetime.timedelta(seconds=timeout_s)
+    store.set(f"host {info.rank}", machine())
+    try:
+        if info.rank == 0:
+            names = [f"host {rank}" for rank in range(info.world)]
+            store.wait(names, wait)
+            store.set("hosts", json.dumps([store.get(name).decode() for name in names]))
+        store.wait(["hosts"], wait)
+    except DistStoreError:
+        raise _not_all(store, info, timeout_s, "host") from None
+    hosts = json.loads(store.get("hosts"))
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[info.rank]]
+    found: dict[str, Any] = {"local_rank": here.index(info.rank), "local_world": len(here)}
+    placed = replace(info, **{name: found[name] for name in info.guessed}, guessed=())
+    if info.kubernetes and placed.local_world < placed.world:  # others find nothing at localhost
+        placed = replace(placed, address=own_address(info.kubernetes, info.port))
+    _spare_threads(placed.local_world)
+    return placed
+
+
+def _spare_threads(local_world: int) -> None:
+    """As :func:`megapipe.launch.place.spare_threads`, once torch is loaded."""
+    import torch
+
+    if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
+        spare_threads(local_world)
+        torch.set_num_threads(1)
+
+
 def compare_ranks(
     store: Store, info: LaunchInfo, values: Mapping[str, object], timeout_s: float
 ) -> None:
@@ -152,19 +212,19 @@ def compare_ranks(
             store.set("all compared", "yes")
         store.wait(["all compared"], wait)
     except DistStoreError:
-        raise _not_all(store, info, timeout_s) from None
+        raise _not_all(store, info, timeout_s, "arrived", "compared") from None
     numbers = range(1, store.add("differences", 0) + 1)
     if numbers:
         raise LaunchError(_describe([json.loads(store.get(f"difference {n}")) for n in numbers]))
 
 
-def _not_all(store: Store, info: LaunchInfo, timeout_s: float) -> LaunchError:
-    """The error where some ranks have not come, or come no further."""
+def _not_all(store: Store, info: LaunchInfo, timeout_s: float, *marks: str) -> LaunchError:
+    """The error where some ranks have not left the first of these marks, or one that follows."""
 
     def without(mark: str) -> list[int]:
         return [rank for rank in range(info.world) if not store.check([f"{mark} {rank}"])]
 
-    absent = without("arrived") or without("compared")
+    absent = next(filter(None, map(without, marks)), [])
     return LaunchError(
         f"{info.world - len(absent)} of {info.world} ranks arrived within {timeout_s:.0f} s "
         f"(parallel.timeout_s), and not rank{'s' * (len(absent) > 1)} {ranges(absent)}: look "

@@ -119,8 +119,9 @@ def start(
         )
         stop.leave, stop.interrupt = ending.stop, ending.interrupt
     watch, journal = None, Journal()
-    several = info.local_world < info.world
     try:
+        info = ending.info = rendezvous.place_on_host(store, info, timeout)
+        several = info.local_world < info.world
         if info.world > 1:
             hub = info.address, info.port, "the process that watches the nodes"
             watch = Watch(

@@ -69,16 +69,35 @@ def test_the_place_under_torchrun() -> None:
 
 def test_the_place_by_hand() -> None:
     info = find_launch_info({"RANK": "0", "WORLD_SIZE": "2"})
-    assert info == LaunchInfo(0, 2, 0, 2, launched=True)
+    assert info == LaunchInfo(0, 2, 0, 2, launched=True, guessed=("local_rank", "local_world"))
     assert info.hosts
     assert not info.ended_by_launcher
 
 
+POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+"""What a PyTorchJob of Kubeflow tells its worker; the master is told localhost."""
+
+
+def test_the_place_in_a_pod() -> None:
+    """Nothing tells which ranks share a host: a process for each is guessed."""
+    guessed = ("local_rank", "local_world")
+    worker = LaunchInfo(1, 2, 0, 1, "job-master-0", 23456, launched=True, guessed=guessed)
+    assert find_launch_info(POD) == worker
+    given = find_launch_info({**POD, "LOCAL_RANK": "0"})
+    assert given == replace(worker, guessed=("local_world",))
+    assert find_launch_info({**POD, "PET_NNODES": "2", "JOB_COMPLETION_INDEX": "1"}) == worker
+    first = POD | {"RANK": "0", "MASTER_ADDR": "localhost"}
+    by_hand = replace(worker, rank=0, local_world=2, address="localhost")
+    assert find_launch_info(first) == by_hand
+    master = find_launch_info(first | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert master == replace(by_hand, local_world=1, kubernetes="10.0.0.1")
+
+
 def test_the_place_under_srun() -> None:
     info = find_launch_info(SLURM)
-    assert info == LaunchInfo(5, 8, 1, 4, "gpu03", 23456, launched=True)
+    assert info == LaunchInfo(5, 8, 1, 4, "gpu03", 23456, launched=True, is_listed=True)
     given = find_launch_info({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "99"})
-    assert (given.address, given.port) == ("head", 99)
+    assert (given.address, given.port, given.is_listed) == ("head", 99, False)
     under_torchrun = find_launch_info({**SLURM, **TORCHRUN})
     assert under_torchrun == find_launch_info(TORCHRUN)
 
@@ -126,6 +145,19 @@ def test_the_place_under_mpirun() -> None:
     assert find_launch_info({**OPEN_MPI, **TORCHRUN}) == find_launch_info(TORCHRUN)
 
 
+@pytest.mark.parametrize("name", ["SLURM_JOB_NODELIST", "SLURM_NODELIST"])
+def test_the_hosts_of_mpirun_in_an_allocation(name: str) -> None:
+    """The step of its own processes is without the host on which mpirun runs, the first."""
+    job = {"SLURM_JOB_ID": "123456", name: "gpu[01-02]", "SLURM_STEP_NODELIST": "gpu02"}
+    spread = LaunchInfo(3, 4, 1, 2, "gpu01", 23456, launched=True, is_listed=True)
+    assert find_launch_info({**job, **HYDRA}) == spread
+    open_mpi = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    step = {**job, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert find_launch_info({**step, **open_mpi}) == spread
+    given = {**job, **HYDRA, "MASTER_ADDR": "head"}
+    assert find_launch_info(given) == replace(spread, address="head", is_listed=False)
+
+
 def test_the_place_under_srun_with_variables_of_mpi() -> None:
     assert find_launch_info({**SLURM, "PMIX_RANK": "5"}) == find_launch_info(SLURM)
     pmi2 = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}
@@ -141,6 +173,9 @@ def test_the_place_under_srun_with_variables_of_mpi() -> None:
         ({"SLURM_PROCID": "2"}, "one of 1 tasks.*SLURM_STEP_NUM_TASKS is not set"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "one of 4 tasks.*start it with srun"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_PROCID is not set.*RANK=0 WORLD_SIZE=1"),
+        ({"PET_NNODES": "2"}, "PET_NNODES=2 tells of several pods.*torchrun.*set RANK, WORLD"),
+        ({"PET_NNODES": "1:3"}, "PET_NNODES=1:3 tells"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "JOB_COMPLETION_INDEX=0 tells of .*RANK=0 WORLD_SIZE=1"),
         ({"PMIX_RANK": "0"}, "PMIX_RANK=0 is of a launcher.*set RANK, WORLD_SIZE"),
         ({"FLUX_TASK_RANK": "1"}, "FLUX_TASK_RANK=1 is of a launcher"),
         ({**TORCHRUN, "MASTER_ADDR": "a..b"}, "MASTER_ADDR='a..b': expected the name or address"),
@@ -160,10 +195,12 @@ def test_a_process_of_several_that_cannot_tell_its_place(
         {"SLURM_NTASKS": "4"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
         {"SLURM_PROCID": "0"},
+        {"PET_NNODES": "1"},
+        {"PET_NNODES": "1:1"},
     ],
 )
 def test_one_process_in_an_allocation(environ: dict[str, str]) -> None:
-    """Of salloc's shell, and of a batch script that has one task."""
+    """Of salloc's shell, and of a batch script or a job of Kubeflow that has one task."""
     assert find_launch_info(environ) == LaunchInfo()
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megapipe.launch import launcher
 from megapipe.launch.endpoints import Endpoint, Nodes
 
 
@@ -30,3 +31,21 @@ def test_numbers_of_nodes() -> None:
 def test_what_is_no_number_of_nodes(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011, int's own
         Nodes.read(text)
+
+
+@pytest.mark.parametrize(("told", "options"), [("2", []), ("1:3", ["--nproc", "1"])])
+def test_a_number_of_nodes_that_torchrun_alone_reads(
+    told: str,
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The launcher of each pod would start a job of its own."""
+    monkeypatch.setenv("PET_NNODES", told)
+    with pytest.raises(SystemExit) as caught:
+        launcher._parse([*options, "train.py"])
+    assert caught.value.code == 2
+    assert f"PET_NNODES={told} is not read: expected --nnodes {told}, or" in capsys.readouterr().err
+    assert launcher._parse([*options, "--nnodes=1", "train.py"])[1] == ["train.py"]
+    monkeypatch.setenv("PET_NNODES", "1")
+    assert launcher._parse([*options, "train.py"])[1] == ["train.py"]

@@ -87,6 +87,30 @@ def test_a_name_of_rank_0_that_nobody_knows_is_told_at_once(
         assert lines == [said] * told
 
 
+def test_a_list_of_hosts_that_does_not_begin_with_that_of_rank_0() -> None:
+    """As after ``mpirun --host``, or ``srun --distribution=arbitrary``."""
+    info = LaunchInfo(0, 2, 0, 1, "192.0.2.1", free_port(), launched=True, is_listed=True)
+    here = socket.gethostname()
+    with pytest.raises(RendezvousError) as caught:
+        open_store(info, 1.0)
+    assert str(caught.value) == (
+        f"rank 0 is on {here}, and not on 192.0.2.1, the first host of SLURM's list: expected "
+        "MASTER_ADDR to be set to the host of rank 0"
+    )
+    open_store(replace(info, address="127.0.0.1"), 1.0)
+
+
+def test_the_store_of_a_pod_that_others_reach_through_a_service() -> None:
+    """It knows itself as localhost alone."""
+    info = LaunchInfo(0, 2, 0, 1, "localhost", free_port(), launched=True, kubernetes="10.0.0.1")
+    lines: list[str] = []
+    store = open_store(info, 5.0, lines.append)
+    assert addresses(info.port) & EVERYWHERE
+    store.set("key", "value")
+    (line,) = lines
+    assert line.startswith("MASTER_ADDR=localhost in a pod: the rendezvous store listens on all i")
+
+
 def test_where_the_address_says_nothing_all_interfaces_are_listened_on() -> None:
     """It is another host's, or what a node calls itself by: a line says so, and what to name."""
     made, (line,) = listen("192.0.2.1")

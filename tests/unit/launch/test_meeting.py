@@ -259,7 +259,7 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
     def is_here(host: str) -> bool:
         return threading.current_thread().name == host
 
-    monkeypatch.setattr(module, "_is_here", is_here)
+    monkeypatch.setattr(module, "is_here", is_here)
     return [Endpoint("127.0.0.1", free_port()), Endpoint("127.0.0.2", free_port())]
 
 

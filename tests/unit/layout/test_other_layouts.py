@@ -113,7 +113,7 @@ def test_a_layout_is_right_that_some_number_of_processes_can_have() -> None:
 
 def test_a_job_that_could_not_go_on_with_the_least_number_of_nodes_is_refused() -> None:
     """At its start, and not when the first node is lost."""
-    fixed = parse([*BATCH, "parallel.dp=2"]).config
+    fixed = parse([*BATCH, "parallel.dp=2", "parallel.timeout_s=1"]).config
     with pytest.raises(ConfigError) as caught:
         check_fewest(fixed, Nodes(1, 2), 1, where="run.yaml")
     assert str(caught.value) == (
@@ -130,7 +130,7 @@ def test_a_job_that_could_not_go_on_with_the_least_number_of_nodes_is_refused() 
         check_fewest(given, nodes, ranks)
     stop, options = StopRequest.__new__(StopRequest), ("--nnodes", "1:2", "--nproc=1")
     info = LaunchInfo(1, 2, 0, 1, launched=True, hosted=True, options=options)
-    with pytest.raises(ConfigError, match=r"^configuration: --nnodes 1:2 lets"):
+    with pytest.raises(ConfigError, match=r"^defaults: --nnodes 1:2 lets"):
         job.start(Command(fixed), info, stop)
 
 
