@@ -136,7 +136,8 @@ def _in_job(
         rendezvous.start_process_group(store, info, backend, TIMEOUT_S)
         try:
             grid = Grid(pp=wanted.pp, tp=wanted.tp)
-            vars(given)["mesh"] = ParallelMesh(grid, device=device, timeout_s=TIMEOUT_S)
+            with rendezvous.connecting(info):
+                vars(given)["mesh"] = ParallelMesh(grid, device=device, timeout_s=TIMEOUT_S)
             given.run(given)
             sys.stdout.flush()
             given.mesh.barrier()

@@ -59,6 +59,19 @@ def is_here(host: str) -> bool:
     return False
 
 
+def loopback_hint(address: str) -> str:
+    """Say what to give in the place of an address that is loopback on this host, as the end of an
+    error of hosts that do not meet there; empty where it is not."""
+    home = at_home(address)
+    if not is_loopback(home):
+        return ""
+    number = _resolved(home, 0)[1][0]
+    return (
+        f"; {address} is {number} on this host, where no other host gets: give the address of that "
+        "host in the nodes' network"
+    )
+
+
 def listen(address: str, port: int, what: str, tell: Tell) -> socket.socket | None:
     """A socket that listens at `address` and no other one of this host; port 0: any that is free.
 

@@ -35,7 +35,15 @@ from megapipe import heartbeat
 from megapipe.answers import Mute, within
 from megapipe.errors import LaunchError
 from megapipe.launch.endpoints import Endpoint, Nodes
-from megapipe.launch.listening import STORE, Tell, at_home, is_here, listen, listen_beside
+from megapipe.launch.listening import (
+    STORE,
+    Tell,
+    at_home,
+    is_here,
+    listen,
+    listen_beside,
+    loopback_hint,
+)
 from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.stores import ANSWER_S, open_tcp_store
 from megapipe.words import counted
@@ -293,6 +301,7 @@ class Meeting(RendezvousHandler):
             if now - began > JOIN_S:
                 raise RendezvousTimeoutError(
                     f"fewer than {counted(self.nodes.least, 'node')} came within {JOIN_S:g} s"
+                    f"{loopback_hint(self._at.host)}"
                 )
             time.sleep(LOOK_S)
 

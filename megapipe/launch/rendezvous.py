@@ -5,13 +5,15 @@ Before any process group exists they compare their configuration and code there.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +27,7 @@ from megapipe.launch.listening import (
     is_here,
     is_loopback,
     listen,
+    loopback_hint,
     own_address,
 )
 from megapipe.launch.loopback import loopback_problem
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 VALUES = "values"
+_LOOPBACK = re.compile(r"remote=\[(127\.[0-9.]+|::1)\]")
+"""The address of a peer in an error of gloo."""
 LEAST_S = 0.05
 """The shortest time that an attempt to connect gets."""
 
@@ -96,7 +101,9 @@ def _tcp_store(info: LaunchInfo, timeout_s: float, tell: Tell) -> Store:
             place = (at_home(info.address), info.port)
             socket.create_connection(place, timeout=left).close()
 
-        hint = "" if info.hosted else "; look whether rank 0 was started, and how it ended"
+        hint = loopback_hint(info.address) if info.local_world < info.world else ""
+        if not (hint or info.hosted):
+            hint = "; look whether rank 0 was started, and how it ended"
         _until_there(connect, info, timeout_s, tell, hint)
     try:
         return open_tcp_store(
@@ -229,6 +236,7 @@ def _not_all(store: Store, info: LaunchInfo, timeout_s: float, *marks: str) -> L
         f"{info.world - len(absent)} of {info.world} ranks arrived within {timeout_s:.0f} s "
         f"(parallel.timeout_s), and not rank{'s' * (len(absent) > 1)} {ranges(absent)}: look "
         "whether they were started, and how they ended"
+        f"{loopback_hint(info.address) if info.local_world < info.world else ''}"
     )
 
 
@@ -282,6 +290,22 @@ def first_on_host(store: Store, rank: int, name: str, act: Callable[[], T], time
         store.set(f"{key} done", problem)
 
 
+@contextlib.contextmanager
+def connecting(info: LaunchInfo) -> Iterator[None]:
+    """A block in which processes connect: an error of gloo gets a note where hosts look for each
+    other at a loopback address, as Debian gives one to each host's own name."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = _LOOPBACK.search(str(error))
+        if found is not None and info.local_world < info.world:
+            error.add_note(
+                f"a host's own name is {found.group(1)} on it, where no other host gets: set "
+                "GLOO_SOCKET_IFNAME on all hosts to the interface of their network"
+            )
+        raise
+
+
 def start_process_group(store: Store, info: LaunchInfo, backend: str, timeout_s: float) -> None:
     """Make the default process group.
 
@@ -291,13 +315,14 @@ def start_process_group(store: Store, info: LaunchInfo, backend: str, timeout_s:
     import torch.distributed as dist
 
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=info.rank,
-            world_size=info.world,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        with connecting(info):
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=info.rank,
+                world_size=info.world,
+                timeout=datetime.timedelta(seconds=timeout_s),
+            )
     except RuntimeError:  # gloo's, where the address of this host is that of loopback
         if (problem := loopback_problem()) is not None:
             raise LaunchError(problem) from None

@@ -261,7 +261,8 @@ class Shutdown:
             reason = re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0]
             of_store = isinstance(error, DistNetworkError)
             whom = self._place() if of_store else "contact with a peer"
-            lost = LaunchError(f"rank {self.info.rank} lost {whom}: {reason}")
+            notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+            lost = LaunchError(f"rank {self.info.rank} lost {whom}: {reason}{notes}")
             with self._deadline(lost):
                 code = self._failure_of_peer(1.0)
             if code is None:

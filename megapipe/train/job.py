@@ -169,7 +169,8 @@ def start(
             *layout.of_experts,
             layout.node,
         )
-        mesh = ParallelMesh(grid, device=device, timeout_s=timeout, journal=journal)
+        with rendezvous.connecting(info):
+            mesh = ParallelMesh(grid, device=device, timeout_s=timeout, journal=journal)
         try:
             if command.time_slices:
                 found = slice_times.report(config, layout, mesh)
