@@ -143,7 +143,7 @@ def _in_job(
             given.mesh.barrier()
         finally:
             if info.world == 1:  # of several the others may still be in a collective
-                rendezvous.end_process_group()
+                rendezvous.end_process_group(info)
         ending.leave()
         return 0
     except MegapipeError as error:

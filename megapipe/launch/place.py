@@ -48,6 +48,8 @@ class LaunchInfo:
     guessed: tuple[str, ...] = ()
     """Names of the fields above that nothing has told, until the ranks have compared their hosts
     (:func:`megapipe.launch.rendezvous.place_on_host`)."""
+    joined: bool = False
+    """The caller has made the default process group, which the job uses and leaves."""
     is_listed: bool = False
     """The address is that of the first host of SLURM's list."""
     kubernetes: str = ""

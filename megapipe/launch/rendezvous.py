@@ -58,6 +58,8 @@ def open_store(info: LaunchInfo, timeout_s: float, tell: Tell = heartbeat.say) -
 
     if info.world == 1:
         return PrefixStore("megapipe", HashStore())
+    if info.joined:
+        return _store_of_group(info)
     if is_loopback(at_home(info.address)) and (problem := loopback_problem()) is not None:
         raise RendezvousError(problem)
     try:
@@ -69,6 +71,37 @@ def open_store(info: LaunchInfo, timeout_s: float, tell: Tell = heartbeat.say) -
             f"rendezvous at {info.address}:{info.port} failed: {reason.splitlines()[0]}"
         ) from None
     return of_ranks(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def join_group(info: LaunchInfo) -> LaunchInfo:
+    """Return the place of a process that is in a default process group, which a job is to use.
+
+    Raises :class:`RendezvousError` unless the launcher's variables, as `info` has them, tell of
+    that group.
+    """
+    import torch.distributed as dist
+
+    told = info.launched and (info.rank, info.world) == (dist.get_rank(), dist.get_world_size())
+    if not told or (info.local_world < info.world and is_loopback(at_home(info.address))):
+        raise RendezvousError(
+            "this process is in a process group already, of which RANK, WORLD_SIZE, LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE and MASTER_ADDR do not tell: expected these variables, as torchrun "
+            "and Ray set them, or a call from outside of any group, and not within megapipe.spawn"
+        )
+    return replace(info, hosted=True, joined=True)
+
+
+def _store_of_group(info: LaunchInfo) -> Store:
+    """The job's part of the store of the default process group; raises :class:`RendezvousError` for
+    a second job, which would find what the first one has left there."""
+    from torch.distributed import PrefixStore, distributed_c10d
+
+    store = PrefixStore("megapipe", distributed_c10d._get_default_store())
+    if store.add(f"joined by {info.rank}", 1) > 1:
+        raise RendezvousError(
+            "this process group has had a run of megapipe's: expected a group for each run"
+        )
+    return store
 
 
 def of_ranks(store: Store, attempt: str = "0") -> Store:
@@ -307,13 +340,17 @@ def connecting(info: LaunchInfo) -> Iterator[None]:
 
 
 def start_process_group(store: Store, info: LaunchInfo, backend: str, timeout_s: float) -> None:
-    """Make the default process group.
+    """Make the default process group, unless the caller has; raises :class:`LaunchError` where that
+    is none for this job.
 
     It is not bound to a device: torch would then make every further NCCL group by splitting this
     one, which all ranks of the world have to enter.
     """
     import torch.distributed as dist
 
+    if info.joined:
+        _check_group(backend)
+        return
     try:
         with connecting(info):
             dist.init_process_group(
@@ -329,8 +366,26 @@ def start_process_group(store: Store, info: LaunchInfo, backend: str, timeout_s:
         raise
 
 
-def end_process_group() -> None:
-    """Let go of all process groups."""
+def _check_group(backend: str) -> None:
+    """Refuse a default process group of another backend, or one that is bound to a device."""
     import torch.distributed as dist
 
-    dist.destroy_process_group()
+    found, world = dist.get_backend(), dist.group.WORLD
+    if found != backend:
+        raise LaunchError(
+            f"the process group that is there is one of {found}, and this run needs {backend}: "
+            f"expected parallel.backend={found}, if devices allow it, or a group of {backend}"
+        )
+    if world is not None and world.bound_device_id is not None:
+        raise LaunchError(
+            f"the process group that is there is bound to {world.bound_device_id}, so that all "
+            "ranks have to enter each further group: expected one that is made without device_id"
+        )
+
+
+def end_process_group(info: LaunchInfo) -> None:
+    """Let go of all process groups, unless the caller has made the default one."""
+    import torch.distributed as dist
+
+    if not info.joined:
+        dist.destroy_process_group()

@@ -200,7 +200,7 @@ def start(
         mesh.barrier()
         if watch is not None:
             watch.close()
-        rendezvous.end_process_group()
+        rendezvous.end_process_group(info)
         ending.leave()
         return 0
     except MegapipeError as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megapipe import cli
 from megapipe.config import Config
-from megapipe.errors import ConfigError, LaunchError, MegapipeError
+from megapipe.errors import ConfigError, MegapipeError
 from megapipe.keys import refuse_code
 from megapipe.launch import rendezvous
 from megapipe.launch.place import find_launch_info
@@ -39,7 +39,10 @@ def train(
 
     In a plain process that is all of the run (``pipeline.channels=in_process`` has the pipeline in
     it), and Ctrl-C is a KeyboardInterrupt that saves nothing; under a launcher every process calls
-    it, and signals mean what they mean to ``train.py``.
+    it, and signals mean what they mean to ``train.py``, if that is in the main thread.
+
+    Processes that are in a process group already, as those of Ray's TorchTrainer are, train in it;
+    it is there afterwards, and takes one run.
 
     Args:
         config: a :class:`~megapipe.config.Config`, a file or the name of one that comes with
@@ -74,19 +77,21 @@ def train(
             tree[section][key] = name_of(value, {"source": section}.get(key, key))
             tree["run"]["own_code"] = "allow"
     config = Config.model_validate(tree)
-    if world_size() is not None:
-        raise LaunchError(
-            "megapipe.train makes a process group of its own: expected a call from outside of any, "
-            "and not within megapipe.spawn"
-        )
     info = find_launch_info(os.environ)
+    if world_size() is not None:
+        info = rendezvous.join_group(info)
+    hears = info.launched and threading.current_thread() is threading.main_thread()
     try:
+<<<<<<< HEAD
         with StopRequest() if info.launched else _NoSignals() as stop:
             stop.interrupt = partial(interrupt_early, info)
+=======
+        with StopRequest() if hears else _NoSignals() as stop:
+>>>>>>> 013356f3 (megapipe.train trains in a process group that is there already, as in Ray's TorchTrainer)
             job.start(cli.Command(config, where=where), info, stop, _Raising, callbacks)
     finally:
         if world_size() is not None:
-            rendezvous.end_process_group()
+            rendezvous.end_process_group(info)
     return Path(config.run.folder) / config.run.name
 
 
