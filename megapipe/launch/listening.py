@@ -66,8 +66,9 @@ def loopback_hint(address: str) -> str:
     if not is_loopback(home):
         return ""
     number = _resolved(home, 0)[1][0]
+    what = "loopback" if number == address else number
     return (
-        f"; {address} is {number} on this host, where no other host gets: give the address of that "
+        f"; {address} is {what} on this host, where no other host gets: give the address of that "
         "host in the nodes' network"
     )
 

@@ -134,9 +134,9 @@ def _tcp_store(info: LaunchInfo, timeout_s: float, tell: Tell) -> Store:
             place = (at_home(info.address), info.port)
             socket.create_connection(place, timeout=left).close()
 
-        hint = loopback_hint(info.address) if info.local_world < info.world else ""
-        if not (hint or info.hosted):
-            hint = "; look whether rank 0 was started, and how it ended"
+        hint = "" if info.hosted else "; look whether rank 0 was started, and how it ended"
+        if info.local_world < info.world:
+            hint += loopback_hint(info.address)
         _until_there(connect, info, timeout_s, tell, hint)
     try:
         return open_tcp_store(
