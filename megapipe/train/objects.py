@@ -82,12 +82,8 @@ def train(
         info = rendezvous.join_group(info)
     hears = info.launched and threading.current_thread() is threading.main_thread()
     try:
-<<<<<<< HEAD
-        with StopRequest() if info.launched else _NoSignals() as stop:
-            stop.interrupt = partial(interrupt_early, info)
-=======
         with StopRequest() if hears else _NoSignals() as stop:
->>>>>>> 013356f3 (megapipe.train trains in a process group that is there already, as in Ray's TorchTrainer)
+            stop.interrupt = partial(interrupt_early, info)
             job.start(cli.Command(config, where=where), info, stop, _Raising, callbacks)
     finally:
         if world_size() is not None:
