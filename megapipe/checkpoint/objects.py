@@ -5,9 +5,8 @@ is the commit: a folder without it is no checkpoint. An attempt writes into a fo
 its own from the start, so that no two attempts, not even of a job that was taken for dead, share an
 object.
 
-No request is waited for without an end. A request that fails is repeated three times, after 0.5, 1
-and 2 seconds; one that is refused for good (not there, not allowed), or that has no answer within
-the store's patience, is not. Nothing is kept of listings: other processes write there too.
+A request that fails is repeated for as long as the store's patience lasts, a shard from its
+beginning (:mod:`megapipe.retries`). Nothing is kept of listings: other processes write there too.
 """
 
 from __future__ import annotations
@@ -16,22 +15,17 @@ import contextlib
 import functools
 import io
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar, cast
 
-from megapipe.answers import Mute, within
 from megapipe.checkpoint.names import MANIFEST
 from megapipe.errors import CheckpointError, StorageError
+from megapipe.retries import LIMIT_S, Failed, Operation, unless_absent
 from megapipe.urls import check_folder
 from megapipe.words import one_line
 
-PATIENCE_S = 200.0
-"""Seconds until a request without an answer is given up, where no run says otherwise."""
-WAITS_S = (0.5, 1.0, 2.0)
-"""Seconds before each repetition."""
 DISCARD_S = 10.0
 """Seconds for removing what a failed attempt has left: the next start does so too."""
 PART_BYTES = 1 << 25
@@ -40,53 +34,15 @@ AHEAD_BYTES = 1 << 24
 """Most that is asked for at once of an object that is read on to a given byte."""
 AT_ONCE = 500
 """Objects that are removed by one call."""
-LASTING = (
-    FileNotFoundError,
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    NotImplementedError,
-)
 T = TypeVar("T")
-
-
-class _Failed(Exception):
-    """A request that failed, by `cause`; one that is not `lasting` may be repeated."""
-
-    def __init__(self, cause: Exception, *, lasting: bool) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-        self.lasting = lasting
 
 
 @dataclass(frozen=True)
 class Store:
-    """A file system of fsspec's, whose requests have an end."""
+    """A file system of fsspec's, and for how many seconds a request to it is repeated."""
 
     system: Any
     patience_s: float
-
-    def request(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """The result of one request; raises _Failed. No library promises to come back."""
-        limit, began = seconds or self.patience_s, time.monotonic()
-        try:
-            return within(limit, work)
-        except Mute as error:
-            raise _Failed(error, lasting=True) from None
-        except Exception as error:
-            slow = time.monotonic() - began > limit / (len(WAITS_S) + 1)
-            raise _Failed(error, lasting=slow or isinstance(error, LASTING)) from error
-
-    def repeated(self, work: Callable[[], T]) -> T:
-        """The result of `work`, whose requests raise _Failed; begun again where that may help."""
-        for wait in WAITS_S:
-            try:
-                return work()
-            except _Failed as failed:
-                if failed.lasting:
-                    raise
-            time.sleep(wait)
-        return work()
 
 
 @dataclass(frozen=True, order=True)
@@ -100,7 +56,7 @@ class RemotePath:
     """Not every file system of fsspec may be asked by several threads."""
 
     @classmethod
-    def of(cls, url: str, *, what: str, patience_s: float = PATIENCE_S) -> RemotePath:
+    def of(cls, url: str, *, what: str, patience_s: float = LIMIT_S) -> RemotePath:
         """The place of a URL that a user has given as `what`; nothing is asked of the store.
 
         Raises ConfigError for one that cannot be taken, CheckpointError where fsspec lacks what its
@@ -109,10 +65,9 @@ class RemotePath:
         check_folder(what, url)
         from fsspec.core import url_to_fs
 
-        maker = Store(None, patience_s)
         try:
-            system, _ = maker.request(lambda: url_to_fs(url))
-        except _Failed as failed:
+            system, _ = Operation(f"open {url}", patience_s).request(lambda: url_to_fs(url))
+        except Failed as failed:
             raise CheckpointError(f"{what}={url}: {one_line(failed.cause)}") from failed.cause
         return cls(url.rstrip("/"), Store(system, patience_s))
 
@@ -138,15 +93,19 @@ class RemotePath:
 
     def _ask(self, doing: str, work: Callable[[], T]) -> T:
         """The result of a request, repeated if need be."""
-        return self._all(doing, lambda: self.store.request(work))
+        return self._all(doing, lambda operation: operation.request(work))
 
-    def _all(self, doing: str, work: Callable[[], T]) -> T:
+    def _all(self, doing: str, work: Callable[[Operation], T]) -> T:
+        operation = self._operation(doing)
         try:
-            return self.store.repeated(work)
-        except _Failed as failed:
+            return operation.run(lambda: work(operation))
+        except Failed as failed:
             gone = isinstance(failed.cause, FileNotFoundError)
             kind = CheckpointError if gone else StorageError
-            raise kind(f"cannot {doing} {self.url}: {_said(failed.cause)}") from failed.cause
+            raise kind(str(failed)) from failed.cause
+
+    def _operation(self, doing: str) -> Operation:
+        return Operation(f"{doing} {self.url}", self.store.patience_s)
 
     def probe(self) -> None:
         """Write and remove an object, to find out before a save whether that is possible."""
@@ -167,10 +126,7 @@ class RemotePath:
 
         def ask() -> list[dict[str, Any]]:
             system.invalidate_cache()
-            try:
-                return list(system.ls(key, detail=True))
-            except FileNotFoundError:
-                return []
+            return unless_absent(lambda: list(system.ls(key, detail=True)), [])
 
         found = self._ask("list", ask)
         return {
@@ -210,8 +166,8 @@ class RemotePath:
             for keys in self._batches():
                 _delete(self.store.system, keys)
 
-        with contextlib.suppress(_Failed):
-            self.store.request(sweep, self._moment)
+        with contextlib.suppress(Failed):
+            self._operation("remove").request(sweep, self._moment)
 
     def remove(self) -> None:
         for keys in self._ask("list", self._batches):
@@ -231,17 +187,17 @@ class RemotePath:
         return min(DISCARD_S, self.store.patience_s / 4)
 
     def write(self, fill: Callable[[BinaryIO], T]) -> T:
-        return self._all("write", lambda: self._upload(fill))
+        return self._all("write", lambda operation: self._upload(fill, operation))
 
-    def _upload(self, fill: Callable[[BinaryIO], T]) -> T:
-        request, system, key = self.store.request, self.store.system, self._key
+    def _upload(self, fill: Callable[[BinaryIO], T], operation: Operation) -> T:
+        request, system, key = operation.request, self.store.system, self._key
         file = request(lambda: system.open(key, "wb", block_size=PART_BYTES))
         try:
-            result = fill(cast(BinaryIO, _Upload(file, self.store)))
+            result = fill(cast(BinaryIO, _Upload(file, operation)))
             request(file.close)
         except BaseException as error:
             if isinstance(error, Exception):
-                with contextlib.suppress(_Failed):
+                with contextlib.suppress(Failed):
                     request(lambda: file.discard(), self._moment)
             with contextlib.suppress(AttributeError):
                 file.closed = True  # it would else write what it has when it is let go
@@ -284,10 +240,7 @@ class RemotePath:
 
         def ask() -> bool:  # exists() of fsspec takes any failure for a no
             system.invalidate_cache()
-            try:
-                return bool(system.info(key)["type"] == "file")
-            except FileNotFoundError:
-                return False
+            return unless_absent(lambda: bool(system.info(key)["type"] == "file"), False)
 
         return self._ask("look for", ask)
 
@@ -315,11 +268,11 @@ class RemotePath:
 class _Upload:
     """An object that is being written."""
 
-    def __init__(self, file: Any, store: Store) -> None:
-        self._file, self._store = file, store
+    def __init__(self, file: Any, operation: Operation) -> None:
+        self._file, self._operation = file, operation
 
     def write(self, data: Any) -> int:
-        return int(self._store.request(lambda: self._file.write(data)))
+        return int(self._operation.request(lambda: self._file.write(data)))
 
 
 class _Ranges(io.RawIOBase):
@@ -363,14 +316,4 @@ def _delete(system: Any, keys: list[str]) -> None:
             system.rm(keys)
     except FileNotFoundError:
         for key in keys:
-            with contextlib.suppress(FileNotFoundError):
-                system.rm_file(key)
-
-
-def _said(error: Exception) -> str:
-    """The text of an error of a store, whose type tells what it lacks."""
-    if isinstance(error, FileNotFoundError):
-        return f"there is no such object or bucket ({one_line(error)})"
-    if isinstance(error, PermissionError):
-        return f"access is denied ({one_line(error)})"
-    return one_line(error)
+            unless_absent(functools.partial(system.rm_file, key), None)

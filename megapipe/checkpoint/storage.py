@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 from megapipe.checkpoint.local import LocalPath
-from megapipe.checkpoint.objects import PATIENCE_S, RemotePath
+from megapipe.checkpoint.objects import RemotePath
 from megapipe.paths import user_path
+from megapipe.retries import LIMIT_S
 from megapipe.urls import is_remote
 
 Place = Path | RemotePath
@@ -94,10 +95,10 @@ def at(place: Place) -> Stored:
     return LocalPath(place) if isinstance(place, Path) else place
 
 
-def place_of(name: str, *, what: str, patience_s: float = PATIENCE_S) -> Place:
+def place_of(name: str, *, what: str, patience_s: float = LIMIT_S) -> Place:
     """The place that a user names, by a path or a URL, as `what`; nothing is opened there.
 
-    A request to a store is given up when it has no answer within `patience_s`. Raises ConfigError
+    Requests to a store are repeated for `patience_s` (:mod:`megapipe.retries`). Raises ConfigError
     or CheckpointError for a URL that cannot be used.
     """
     if is_remote(name):

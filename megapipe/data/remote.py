@@ -5,6 +5,7 @@ which the error names). One process of those that share the cache copies; a copy
 not there, and one that was cut short goes on with the files that are complete. It is identified by
 names, sizes and versions of the files, so that changed files are copied anew. Where the server
 tells versions, the query of a URL is no part of that: by a new signature it is the same file.
+Requests that fail are repeated (:mod:`megapipe.retries`); a file goes on where it was cut short.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import shutil
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megapipe.beneath import refuse_links
 from megapipe.data.prepare.copies import AT_ONCE, FILES, MANIFEST, Copied, Manifest, check_sizes
@@ -29,14 +30,17 @@ from megapipe.errors import ConfigError, DataError
 from megapipe.urls import check_url, is_remote, without_query
 from megapipe.words import LEFT_OUT, one_line, without_secrets
 
+if TYPE_CHECKING:
+    from megapipe.data.remote_files import RemoteFiles
+
 _VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "modified", "created")
 """Names that file systems have for the version of a file; the first one that is there is taken."""
 
 
 class _Remote(NamedTuple):
-    """Files of a file system, and what is read of them."""
+    """Files of a server, and what is read of them."""
 
-    system: Any
+    files: RemoteFiles
     names: dict[str, dict[str, Any]]
     """Each file as its system describes it, by its place in the copy."""
     source: str
@@ -83,26 +87,31 @@ def _look(source: str) -> _Remote:
     """The files that a URL names: one, those of a pattern or a folder, or a token file's two."""
     from fsspec.core import url_to_fs
 
+    from megapipe.data.remote_files import RemoteFiles
+
     system, path = url_to_fs(source)
+    files = RemoteFiles(system)
     if (plain := without_query(path)) != path:  # one file
         name = os.path.basename(plain) or "file"
-        return _Remote(system, {name: system.info(path)}, name)
+        return _Remote(files, {name: files.info(path)}, name)
     if glob.has_magic(path):
-        found = [name for name in system.glob(path) if system.isfile(name)]
+        found = [name for name in files.glob(path) if files.has(name, "file")]
         root = os.path.commonpath([os.path.dirname(name) for name in found]) if found else ""
-        return _Remote(system, _infos(system, found, root, source), "**/*")
-    if system.isfile(path):
+        return _Remote(files, _infos(files, found, root, source), "**/*")
+    if files.has(path, "file"):
         found, root = [path], os.path.dirname(path)
-        return _Remote(system, _infos(system, found, root, source), os.path.basename(path))
+        return _Remote(files, _infos(files, found, root, source), os.path.basename(path))
     halves = [f"{path}.bin", f"{path}.idx"]
-    if all(map(system.isfile, halves)):
-        infos = _infos(system, halves, os.path.dirname(path), source)
-        return _Remote(system, infos, os.path.basename(path))
-    found = system.find(path) if system.isdir(path) else []
-    return _Remote(system, _infos(system, found, path, source), "")
+    if all(files.has(half, "file") for half in halves):
+        infos = _infos(files, halves, os.path.dirname(path), source)
+        return _Remote(files, infos, os.path.basename(path))
+    found = files.find(path) if files.has(path, "directory") else []
+    return _Remote(files, _infos(files, found, path, source), "")
 
 
-def _infos(system: Any, names: list[str], root: str, source: str) -> dict[str, dict[str, Any]]:
+def _infos(
+    files: RemoteFiles, names: list[str], root: str, source: str
+) -> dict[str, dict[str, Any]]:
     if not names:
         raise DataError(f"data.source={source}: no such file or folder, and no file matches")
     found = {}
@@ -110,7 +119,7 @@ def _infos(system: Any, names: list[str], root: str, source: str) -> dict[str, d
         place = PurePosixPath(os.path.relpath(name, root or os.path.dirname(name)))
         if place.is_absolute() or ".." in place.parts:
             raise DataError(f"data.source={source}: {name} lies outside of it")
-        found[str(place)] = system.info(name)
+        found[str(place)] = files.info(name)
     return found
 
 
@@ -131,7 +140,7 @@ def _copy(remote: _Remote, source: str, kept: Path, folder: Path, *, progress: b
                 found[place] = copied_file(kept / place)
                 shown.advance(found[place].size, at_once=True)
             else:
-                found[place] = _copy_file(remote.system, info, folder / "partial", shown)
+                found[place] = _copy_file(remote.files, info, folder / "partial", shown)
                 _move(folder / "partial", kept / place)
     for place in remote.names:
         _move(kept / place, folder / FILES / place)
@@ -154,10 +163,10 @@ def _move(source: Path, target: Path) -> None:
     source.rename(target)
 
 
-def _copy_file(system: Any, info: dict[str, Any], target: Path, shown: Meter) -> Copied:
+def _copy_file(files: RemoteFiles, info: dict[str, Any], target: Path, shown: Meter) -> Copied:
     found, size = hashlib.sha256(), 0
-    with system.open(info["name"], "rb") as near, open(target, "wb") as file:
-        while block := near.read(AT_ONCE):
+    with open(target, "wb") as file:
+        for block in files.blocks(info["name"], info.get("size"), AT_ONCE):
             found.update(block)
             file.write(block)
             size += len(block)
@@ -165,6 +174,6 @@ def _copy_file(system: Any, info: dict[str, Any], target: Path, shown: Meter) ->
         file.flush()
         os.fsync(file.fileno())
     expected = info.get("size")
-    if expected is not None and size != expected:
+    if expected is not None and size != expected:  # more, as less is a failure
         raise DataError(f"{info['name']}: {size} bytes came, of {expected}: start again")
     return Copied(size=size, sha256=found.hexdigest())

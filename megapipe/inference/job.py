@@ -28,6 +28,7 @@ from megapipe.launch.place import LaunchInfo
 from megapipe.launch.shutdown import Shutdown, end_early, end_now, interrupt_early
 from megapipe.launch.signals import Interrupts
 from megapipe.observe.provenance import package_hash
+from megapipe.retries import be_quiet
 from megapipe.words import counted
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def main(parser: Parser, argv: Sequence[str]) -> int:
         info = place.find_launch_info(os.environ)
         place.spare_threads(info.local_world)
         check_temporary_folder()
+        if info.local_rank > 0:
+            be_quiet()
         given = parser.parse_args(argv)
         wanted = _wanted(given, info)
     except MegapipeError as error:

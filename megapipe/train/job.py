@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapipe import heartbeat
+from megapipe import heartbeat, retries
 from megapipe.cli import Command, flatten, show
 from megapipe.command_line import check_temporary_folder, load_torch, phase
 from megapipe.config import Config
@@ -60,6 +60,8 @@ def start(
     Raises :class:`MegapipeError` for what is wrong before the processes meet; from then on errors
     are reported here by `shutdown`, once per job.
     """
+    if info.local_rank > 0:
+        retries.be_quiet()
     stop.speaks = info.rank == 0
     stop.launcher = os.getppid() if info.hosted else None
     if not command.dry_run:  # before code of the user's may load torch

@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 from megapipe.checkpoint.find import OF_A_RUN, latest_run
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST
-from megapipe.checkpoint.objects import PATIENCE_S
 from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.convert.source import CONFIG
 from megapipe.errors import CheckpointError
 from megapipe.paths import LATEST, is_folder
+from megapipe.retries import LIMIT_S
 
 Kind = Literal["checkpoint", "checkpoints", "hugging_face"]
 """A checkpoint, a folder of several, or a folder of Hugging Face's."""
@@ -25,10 +25,10 @@ class Located(NamedTuple):
     path: Place
 
 
-def located(name: str, runs: Place, *, patience_s: float = PATIENCE_S) -> Located:
+def located(name: str, runs: Place, *, patience_s: float = LIMIT_S) -> Located:
     """The folder that `name` stands for; `runs` is where `latest` looks. Nothing in it is opened.
 
-    A store that a URL names has `patience_s` for each answer.
+    Requests to a store that a URL names are repeated for `patience_s`.
 
     Raises :class:`CheckpointError` if there is none, or if it is none of those.
     """

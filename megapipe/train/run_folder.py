@@ -96,7 +96,7 @@ def own_checkpoints(config: Config) -> Place:
 
 
 def patience_s(config: Config) -> float:
-    """Seconds until a request to a store is given up: so few that a save or a load fails by an
+    """Seconds in which a request to a store is repeated: so few that a save or a load fails by an
     error of its own before the other ranks give up the one that waits."""
     return config.parallel.timeout_s / 3
 

@@ -262,7 +262,7 @@ def test_a_store_that_does_not_serve_ends_the_run_in_a_line(
     job(tmp_path, given).assert_one_line(5, "there is no such object or bucket", "/no/x/run/")
     store.fault = lambda _, request: "mute" if "/step-00000004-" in request.key else None
     outcome = job(tmp_path, settings(tmp_path, store))
-    outcome.assert_one_line(5, "checkpoint not saved: rank", "no answer in 6.67 s")
+    outcome.assert_one_line(5, "checkpoint not saved: rank", "no answer in 3.33 s (2 tries in 7")
     store.fault = lambda _, request: None
     newest = find_newest(root_of(store, "run")).path
     assert newest is not None

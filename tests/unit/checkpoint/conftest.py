@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megapipe.checkpoint import objects
+from megapipe import retries
 from megapipe.checkpoint.storage import Place, place_of
 from tests.parity import object_files
 from tests.parity.object_server import ObjectServer, serving
@@ -14,9 +14,9 @@ from tests.parity.object_server import ObjectServer, serving
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    """A server whose clients repeat a request that fails at once."""
+    """A server whose clients repeat at once a request that fails, six times in 20 s of waits."""
     object_files.register()
-    monkeypatch.setattr(objects, "WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(retries, "sleep", lambda seconds: None)
     with serving() as server:
         yield server
 

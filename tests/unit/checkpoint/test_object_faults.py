@@ -180,26 +180,27 @@ def test_a_failure_of_one_rank_is_that_of_all(store: ObjectServer, root: Place) 
     assert find_newest(root) == (older, [])
     tries = {r.key for r in store.requests if "/00001-0000" in r.key}
     sent = [r for r in store.requests if "/00001-0000" in r.key and r.kind == "PUT"]
-    assert (len(tries), len(sent)) == (1, 4), "three repetitions"
+    assert (len(tries), len(sent)) == (1, 6)
+    assert "(6 tries in 1" in str(result)
     assert at(root).names() == sorted([POINTER, older.name])
 
 
 def test_a_mute_store_is_not_waited_for(store: ObjectServer, root: Place) -> None:
-    """Its patience, and a quarter of that for cleaning up: first and last request of a save, an
-    upload, the manifest."""
+    """For half of its patience, and a quarter of that for cleaning up: first and last request of a
+    save, an upload, the manifest."""
     save_alone(root, 1, seed=1)
     hasty = place_of(str(root), what="URL", patience_s=0.4)
     kinds = kinds_of_a_save(store, root / "count")
     for number in (0, kinds.index("PART"), len(kinds) - 4, len(kinds) - 1):
         failing(store, number, "mute", lasting=True)
         began = time.monotonic()
-        with pytest.raises(CheckpointError, match=r"cannot .*: no answer in 0.4 s"):
+        with pytest.raises(CheckpointError, match=r"cannot .*: no answer in 0.2 s"):
             a_save(hasty)
-        assert 0.4 <= time.monotonic() - began < 60
+        assert 0.2 <= time.monotonic() - began < 60
         well(store)
         assert find_newest(root).path is not None
     failing(store, 0, "mute", lasting=True)
-    with pytest.raises(CheckpointError, match=r"cannot list .*: no answer in 0.4 s"):
+    with pytest.raises(CheckpointError, match=r"cannot list .*: no answer in 0.2 s"):
         find_newest(hasty)
 
 
