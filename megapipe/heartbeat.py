@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from megapipe.beneath import write_beneath
+from megapipe.lived import LivedTime
 from megapipe.processes import machine, start_of
 
 BEAT_S = 5.0
@@ -119,10 +120,10 @@ def read(path: Path) -> Owner | None:
 
 
 class Watch:
-    """Looks of a waiting process at the owners of folders."""
+    """Looks of a waiting process at owners of folders, which may have been suspended with it."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._clock = LivedTime(2 * POLL_S[1])
         self._seen: tuple[Path, Owner | None] | None = None
         self._since = 0.0
         self.owner: Owner | None = None
@@ -131,7 +132,7 @@ class Watch:
     def look(self, path: Path) -> Literal["gone", "alive", "unknown"]:
         """Look at the owner that writes to `path`: it is alive if its count has risen
         between two looks."""
-        self.owner, now = read(path), time.monotonic()
+        self.owner, now = read(path), self._clock.look()
         before, self._seen = self._seen, (path, self.owner)
         if before != self._seen:
             self._since = now
@@ -146,8 +147,7 @@ class Watch:
 
     def pause(self) -> None:
         """Sleep until the next look."""
-        waited = time.monotonic() - self._began
-        time.sleep(min(max(POLL_S[0], waited / 20), POLL_S[1]))
+        time.sleep(min(max(POLL_S[0], self._clock.look() / 20), POLL_S[1]))
 
 
 def say(line: str) -> None:

@@ -17,6 +17,7 @@ are messages between the members (:mod:`megapipe.distributed.gloo`), and so are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,9 +170,10 @@ def start_receive(tensor: Tensor, pair: Axis) -> Wait:
 def _message(pair: Axis, work: Any, tensor: Tensor) -> Wait:
     """Wait for a message that has begun; its tensor lives until then."""
     number, kept = pair.line.count(), [tensor]
+    complete = partial(gloo.complete, work) if _on_gloo(pair) else work.wait
 
     def wait() -> None:
-        pair.line.wait(number, work.wait)
+        pair.line.wait(number, complete)
         kept.clear()
 
     return wait

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.gloo import complete
 
 TAG = 4
 """Of these messages on gloo; :mod:`megapipe.distributed.gloo` has others."""
@@ -43,6 +45,7 @@ def start_exchange(sends: Sequence[Letter], receives: Sequence[Letter], axis: Ax
     if axis.backend == "nccl":
         works, staged = _start_nccl(sends, receives, axis), []
         of_sends = of_receives = works
+        wait: Callable[[Any], object] = operator.methodcaller("wait")
     else:
         host = [_on_host(letter) for letter in receives]
         staged = [
@@ -55,16 +58,17 @@ def start_exchange(sends: Sequence[Letter], receives: Sequence[Letter], axis: Ax
         copies = [_on_host(letter, copy=True) for letter in sends]
         of_sends = [group.send([own.tensor], own.member, TAG) for own in copies]
         sends = copies
+        wait = complete
     kept: list[Any] = [sends, receives]
 
     def received() -> None:
-        axis.line.wait(number, lambda: _wait(of_receives))
+        axis.line.wait(number, lambda: _wait(of_receives, wait))
         while staged:
             target, source = staged.pop()
             target.copy_(source)
 
     def sent() -> None:
-        axis.line.wait(number, lambda: _wait(of_sends))
+        axis.line.wait(number, lambda: _wait(of_sends, wait))
         kept.clear()
 
     return Exchange(received, sent)
@@ -91,6 +95,6 @@ def _on_host(letter: Letter, *, copy: bool = False) -> Letter:
     return letter._replace(tensor=near)
 
 
-def _wait(works: list[Any]) -> None:
+def _wait(works: list[Any], wait: Callable[[Any], object]) -> None:
     while works:
-        works.pop(0).wait()
+        wait(works.pop(0))

@@ -10,6 +10,7 @@ All members start collectives of one kind, and wait for all-reduces, in the same
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,22 @@ from megapipe.distributed.axis import Axis
 
 SUM, GATHER, SPREAD = 1, 2, 3
 """Tags of messages: terms of a sum, pieces of a gather, sums of an all-reduce."""
+_most: datetime.timedelta | None = None
+
+
+def await_messages_for(most: datetime.timedelta) -> None:
+    """Have this process wait for messages up to `most`: a new time-out of a group does not hold for
+    them."""
+    global _most
+    _most = most
+
+
+def complete(work: Any) -> None:
+    """Wait for a message of gloo's, for as long as its group does unless more has been said."""
+    if _most is None:
+        work.wait()
+    else:
+        work.wait(_most)
 
 
 def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Callable[[], None]]:
@@ -90,7 +107,7 @@ class _Exchange:
     def wait(self) -> None:
         works, self._works = self._works, []
         for work in works:
-            work.wait()
+            complete(work)
         self._tensors = ()
 
     def __del__(self) -> None:

@@ -42,9 +42,13 @@ from megapipe.distributed.environment import (
     LOADING,
     set_environment,
 )
+from megapipe.distributed.gloo import await_messages_for
 from megapipe.errors import LaunchError
+from megapipe.lived import await_keys
 from megapipe.watch.journal import Journal, text
 
+SUSPENDED = datetime.timedelta(days=7)
+"""For how long at most a job may be suspended."""
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
 
@@ -444,8 +448,13 @@ class ParallelMesh:
         if self.rank == 0:
             self.store.set(key, text)
             return text
-        value: bytes = self._first.wait(number, lambda: self.store.get(key))
-        return value.decode()
+
+        def told() -> bytes:
+            await_keys(self.store, [key], self.timeout.total_seconds())
+            value: bytes = self.store.get(key)
+            return value
+
+        return self._first.wait(number, told).decode()
 
     def gather(self, text: str, name: AxisName) -> list[str]:
         """The texts of an axis by index, on its first rank; nothing on the others."""
@@ -467,7 +476,7 @@ class ParallelMesh:
         key = self._next_key()
         if self.store.add(f"{key}/arrived", 1) == self.world:
             self.store.set(key, "")
-        self.store.wait([key], patience)
+        await_keys(self.store, [key], patience.total_seconds())
 
     def agree(self, error: str | None) -> str | None:
         """The error text of one rank that has one, the same on every rank; None if none has."""
@@ -480,6 +489,16 @@ class ParallelMesh:
             return None
         value: bytes = self.store.get(key)
         return value.decode()
+
+    def leave_hangs_to_monitors(self) -> None:
+        """Have the groups so far wait for longer than any job is suspended.
+
+        Their own clocks go on while a process is stopped, and a time-out breaks a group for good.
+        """
+        c10d = dist.distributed_c10d
+        for group in c10d._world.pg_map:
+            c10d._set_pg_timeout(SUSPENDED, group)
+        await_messages_for(SUSPENDED)
 
     def _next_key(self) -> str:
         self._exchanges += 1

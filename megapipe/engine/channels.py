@@ -17,6 +17,7 @@ NCCL can be asked, so there a sent tensor is let go as soon as it is out.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megapipe.distributed.gloo import complete
 from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.lower import channel_rounds
@@ -174,6 +176,8 @@ class _Line:
         """Where the stages compute."""
         self.wire = wire
         """Where messages are sent from and received: gloo's go through host memory."""
+        self.complete = complete if wire.type == "cpu" else operator.methodcaller("wait")
+        """Waits for a message that has begun."""
 
 
 class _Outgoing(_Line):
@@ -204,7 +208,7 @@ class _Outgoing(_Line):
         """Let go of the oldest message, once it is complete."""
         oldest = self.sent - len(self.under_way) + 1
         work, tensor = self.under_way.popleft()
-        self.line.wait(oldest, work.wait)
+        self.line.wait(oldest, lambda: self.complete(work))
         return tensor
 
     def finish(self) -> None:
@@ -257,7 +261,7 @@ class _Incoming(_Line):
         assert self.posted is not None
         work, buffer = self.posted
         self.posted = None
-        self.line.wait(self.line.count(), work.wait)
+        self.line.wait(self.line.count(), lambda: self.complete(work))
         self.expected.popleft()
         return buffer.to(self.device)
 
@@ -313,7 +317,7 @@ class _DebugIncoming(_Incoming):
         assert self.posted is not None
         work, header = self.posted
         self.posted = None
-        self.line.wait(self.line.count(), work.wait)
+        self.line.wait(self.line.count(), lambda: self.complete(work))
         message, shape = self.expected.popleft()
         assert torch.equal(header.cpu(), _header(message, shape, self.dtype)), (
             f"rank {self.ranks[1 - self.peer]} expected {message} of shape {shape} from rank "
@@ -321,7 +325,7 @@ class _DebugIncoming(_Incoming):
         )
         buffer = _spoil(torch.empty(shape, dtype=self.dtype, device=self.wire))
         work = self.group.recv([buffer], self.peer, 0)
-        self.line.wait(self.line.count(), work.wait)
+        self.line.wait(self.line.count(), lambda: self.complete(work))
         return buffer.to(self.device)
 
 

@@ -8,7 +8,6 @@ their devices in the store, and the first one decides for all.
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megapipe.errors import ConfigError, LaunchError
 from megapipe.launch.place import LaunchInfo
+from megapipe.lived import await_keys
 from megapipe.words import counted
 
 if TYPE_CHECKING:
@@ -125,18 +125,17 @@ def choose(
 
 def _agree(parallel: Wanted, info: LaunchInfo, store: Store, own: Found) -> str:
     """The backend that rank 0 decides on, when it knows all devices."""
-    patience = datetime.timedelta(seconds=parallel.timeout_s)
     store.set(f"device {own.rank}", json.dumps(asdict(own)))
     if own.rank == 0:
         keys = [f"device {rank}" for rank in range(info.world)]
-        store.wait(keys, patience)
+        await_keys(store, keys, parallel.timeout_s)
         found = [Found(**json.loads(store.get(key))) for key in keys]
         try:
             verdict = ["backend", decide(parallel, found)]
         except (ConfigError, LaunchError) as error:
             verdict = [type(error).__name__, str(error)]
         store.set("devices", json.dumps(verdict))
-    store.wait(["devices"], patience)
+    await_keys(store, ["devices"], parallel.timeout_s)
     kind, text = json.loads(store.get("devices"))
     if kind == "backend":
         return str(text)

@@ -33,6 +33,7 @@ from megapipe.launch.listening import (
 from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.place import LaunchInfo, spare_threads
 from megapipe.launch.stores import open_tcp_store
+from megapipe.lived import await_keys
 from megapipe.processes import machine
 from megapipe.words import ranges
 
@@ -234,12 +235,11 @@ def compare_ranks(
 
     if info.world == 1:
         return
-    wait = datetime.timedelta(seconds=timeout_s)
     if info.rank == 0:
         store.set(VALUES, json.dumps(dict(values), default=str))
     store.set(f"arrived {info.rank}", "")
     try:
-        store.wait([VALUES], wait)
+        await_keys(store, [VALUES], timeout_s)
         reference = json.loads(store.get(VALUES))
         own = json.loads(json.dumps(dict(values), default=str))
         for key in sorted(reference.keys() | own.keys()):
@@ -250,7 +250,7 @@ def compare_ranks(
         store.set(f"compared {info.rank}", "")
         if store.add("compared", 1) == info.world:
             store.set("all compared", "yes")
-        store.wait(["all compared"], wait)
+        await_keys(store, ["all compared"], timeout_s)
     except DistStoreError:
         raise _not_all(store, info, timeout_s, "arrived", "compared") from None
     numbers = range(1, store.add("differences", 0) + 1)
@@ -303,7 +303,7 @@ def first_on_host(store: Store, rank: int, name: str, act: Callable[[], T], time
     first = int(store.compare_set(key, "", str(rank)))
     if first != rank:
         try:
-            store.wait([f"{key} done"], datetime.timedelta(seconds=timeout_s))
+            await_keys(store, [f"{key} done"], timeout_s)
         except DistStoreError:
             raise LaunchError(
                 f"{name}: rank {first}, the first on {socket.gethostname()}, took more than "

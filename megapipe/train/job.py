@@ -38,14 +38,10 @@ from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import newest_config, package_hash
 from megapipe.plan.report import report as plan_report
 from megapipe.watch.journal import Journal, text
-from megapipe.watch.rank import Watch
+from megapipe.watch.rank import WATCHED_S, Watch
 
 if TYPE_CHECKING:
     from megapipe.train.callbacks.callback import Callback
-
-
-WATCHED_S = 2.0
-"""How much later than a watchdog communication and the store notice that nobody answers."""
 
 
 def start(
@@ -189,7 +185,9 @@ def start(
                     callbacks=callbacks,
                 )
                 ending.cleanup = trainer.close
-                if watch is not None and not watched:
+                if watched:
+                    mesh.leave_hangs_to_monitors()
+                elif watch is not None:
                     watch.close()
                 try:
                     trainer.run()

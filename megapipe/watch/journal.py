@@ -86,6 +86,11 @@ class Journal:
         """Note the step, counted from 1."""
         self.words[STEP] = step
 
+    def waits(self) -> bytes | None:
+        """All that the rank has noted, to be compared, if it waits for others."""
+        words = self.words
+        return bytes(words[STEP:VERDICT]) + bytes(words[_FIRST:]) if words[LINE] else None
+
     def is_at(self, place: str) -> None:
         """Note the rank's place in the mesh."""
         self._place[:] = text(place)

@@ -20,6 +20,7 @@ from typing import IO, Any, Protocol
 
 from megapipe.beneath import open_beneath
 from megapipe.errors import LaunchError
+from megapipe.lived import LivedTime, await_keys
 from megapipe.processes import machine
 from megapipe.watch.journal import BEATS, LOST, PREFIX, Journal
 from megapipe.watch.journal import VERDICT as TOLD
@@ -27,6 +28,8 @@ from megapipe.watch.monitor import STACKS, VERDICT, Settings
 
 BEAT_S = 0.25
 """Time between two beats of the heart."""
+WATCHED_S = 2.0
+"""How much later than a monitor ranks, communication and the store notice that nobody answers."""
 
 
 Listen = Callable[[], tuple[socket.socket, str]]
@@ -40,7 +43,7 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
-    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None: ...
+    def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None: ...
 
 
 class Watch:
@@ -49,8 +52,8 @@ class Watch:
     The first rank of a machine starts the monitor; the first of the job has it listen to those of
     other machines, at what `listen` makes. A rank that has waited for
     others for `limit_s` is a hang: `end` is then called in a thread with a line that says who is to
-    blame. Stacks of all ranks, and their `flight_record` if there is one, are written into a folder
-    of `reports`.
+    blame, or, two seconds later, that no monitor has said so. Stacks of all ranks, and their
+    `flight_record` if there is one, are written into a folder of `reports`.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Watch:
     ) -> None:
         self.journal = Journal()
         self._rank = rank
+        self._limit_s = limit_s
         self._flight_record = flight_record
         self._end = end
         self._over = threading.Event()
@@ -88,8 +92,18 @@ class Watch:
 
     def _beat(self) -> None:
         words = self.journal.words
+        clock, noted = LivedTime(), self.journal.waits()
         while not self._over.wait(BEAT_S):
             words[BEATS] += 1
+            before, noted = noted, self.journal.waits()
+            if noted is None or noted != before:
+                clock = LivedTime()
+            elif clock.look() >= self._limit_s + WATCHED_S:  # communication waits for longer
+                self._end(
+                    f"rank {self._rank} has waited for others for {self._limit_s:g} s "
+                    "(parallel.timeout_s), and no process that watches says for whom"
+                )
+                return
             if words[TOLD]:
                 verdict, report = json.loads((self._folder / VERDICT).read_text())
                 with contextlib.suppress(OSError, RuntimeError, ValueError):  # the verdict is more
@@ -143,7 +157,7 @@ def _with_others(
 def _said_by(rank: int, store: Store, key: str, limit_s: float) -> str:
     """The value that a rank sets in the store; raises :class:`LaunchError` if it does not."""
     try:
-        store.wait([key], datetime.timedelta(seconds=limit_s))
+        await_keys(store, [key], limit_s)
     except RuntimeError:
         if not store.check([key]):  # which raises where the store is lost
             raise LaunchError(
