@@ -13,6 +13,8 @@ from typing import Protocol
 
 SLICE_S = 0.5
 """The longest wait between two looks at the clock."""
+LEAST_S = 0.01
+"""The shortest wait for a store: less than a millisecond counts as for ever."""
 MOST_S = 1.0
 """The most that counts between two looks."""
 
@@ -40,19 +42,23 @@ class Waits(Protocol):
     """The part of a store (``torch.distributed.Store``) that is used."""
 
     def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None:
-        """Return when all keys are there. Raises DistStoreError after `timeout`."""
+        """Return when all keys are there. Raises RuntimeError after `timeout`."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there. Raises RuntimeError if the store is lost."""
 
 
 def await_keys(store: Waits, keys: Sequence[str], seconds: float) -> None:
-    """Wait until a store has all keys. Raises torch's DistStoreError after `seconds` in which this
-    process runs."""
-    from torch.distributed import DistStoreError
-
-    clock = LivedTime()
-    while (left := seconds - clock.look()) > 0:
+    """Wait until a store has all keys. Raises what its wait raises, after `seconds` in which this
+    process runs, and at once if the store is lost."""
+    clock, wanted = LivedTime(), list(keys)
+    while True:
+        left = min(max(seconds - clock.look(), LEAST_S), SLICE_S)
         try:
-            store.wait(list(keys), datetime.timedelta(seconds=min(left, SLICE_S)))
-        except DistStoreError:
-            continue
-        return
-    raise DistStoreError(f"no {', '.join(keys)} in the store after {seconds:g} s")
+            return store.wait(wanted, datetime.timedelta(seconds=left))
+        except RuntimeError as error:
+            if store.check(wanted):
+                return None
+            if clock.look() >= seconds:
+                line = f"no {', '.join(wanted)} in the store after {seconds:g} s"
+                raise type(error)(line) from None

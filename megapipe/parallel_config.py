@@ -77,9 +77,10 @@ class ParallelConfig(Section):
     of rows on their way to experts: it is what chunks cost."""
     timeout_s: float = Field(600.0, ge=1, le=604_800)
     """Seconds after which a collective or a message that no peer answers is an error, at most a
-    week; also for the meeting of the processes, and for the store in which they meet."""
+    week; also for the meeting of the processes, and for the store in which they meet. Time in which
+    all processes are suspended does not count from the first step on, if `watchdog` is on."""
     watchdog: bool = True
     """Whether a process of each node looks for ranks that hang. It names the one that the others
     wait for, writes the stacks of all into the run folder, and ends the job, when a rank has waited
-    for `timeout_s`; the time-out itself is then two seconds longer. Before the first step it
+    for `timeout_s`; where that process is gone, ranks end by themselves two seconds later. Before the first step it
     always looks, and ends the job where a rank is gone, is stopped or cannot be reached."""

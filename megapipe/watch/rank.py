@@ -42,7 +42,7 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
+    def check(self, keys: list[str], /) -> bool: ...
     def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None: ...
 
 
@@ -159,11 +159,11 @@ def _said_by(rank: int, store: Store, key: str, limit_s: float) -> str:
     try:
         await_keys(store, [key], limit_s)
     except RuntimeError:
-        if not store.check([key]):  # which raises where the store is lost
-            raise LaunchError(
-                f"rank {rank} has taken more than {limit_s:.0f} s to start a process that watches "
-                "its node (parallel.timeout_s): look how it ended"
-            ) from None
+        store.check([key])  # which raises where the store is lost
+        raise LaunchError(
+            f"rank {rank} has taken more than {limit_s:.0f} s to start a process that watches "
+            "its node (parallel.timeout_s): look how it ended"
+        ) from None
     return store.get(key).decode()
 
 

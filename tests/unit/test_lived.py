@@ -39,11 +39,15 @@ class Store:
 
     def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None:
         self.waits += 1
+        assert timeout >= datetime.timedelta(milliseconds=1), "which would be for ever"
         if self.waits > self.comes_after:
             return
         self.clock.now += timeout.total_seconds() + self.suspended
         self.suspended = 0.0
         raise DistStoreError("wait timeout after 500ms")
+
+    def check(self, keys: list[str], /) -> bool:
+        return False
 
 
 def test_a_time_away_counts_for_a_second(clock: Clock) -> None:
@@ -63,13 +67,18 @@ def test_keys_are_awaited_for_as_long_as_the_process_runs(clock: Clock) -> None:
     assert store.waits == 11, "one less than without the time away"
 
 
+def test_the_last_wait_is_no_endless_one(clock: Clock) -> None:
+    with pytest.raises(DistStoreError):
+        await_keys(Store(clock, 0.0, comes_after=float("inf")), ["a"], 1.0004)
+
+
 def test_a_store_that_is_lost_is_not_waited_for(clock: Clock) -> None:
     store = Store(clock, 0.0, comes_after=0)
 
-    def lost(keys: list[str], timeout: datetime.timedelta, /) -> None:
+    def lost(*_: object) -> None:
         raise DistNetworkError("Connection reset by peer")
 
-    store.wait = lost  # type: ignore[method-assign]
+    store.wait = store.check = lost  # type: ignore[method-assign, assignment]
     with pytest.raises(DistNetworkError):
         await_keys(store, ["a"], 6.0)
 
