@@ -82,5 +82,6 @@ class ParallelConfig(Section):
     watchdog: bool = True
     """Whether a process of each node looks for ranks that hang. It names the one that the others
     wait for, writes the stacks of all into the run folder, and ends the job, when a rank has waited
-    for `timeout_s`; where that process is gone, ranks end by themselves two seconds later. Before the first step it
-    always looks, and ends the job where a rank is gone, is stopped or cannot be reached."""
+    for `timeout_s`; where that process is gone, ranks end by themselves two seconds later. Before
+    the first step it always looks, and ends the job where a rank is gone, is stopped or cannot be
+    reached."""
