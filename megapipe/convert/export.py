@@ -19,7 +19,7 @@ from megapipe.convert.class_check import check_class
 from megapipe.convert.fresh import fresh_folder
 from megapipe.convert.shards import Named, plan, write
 from megapipe.convert.source import CONFIG, KIND
-from megapipe.convert.tokenizer import same_ids, save_tokenizer
+from megapipe.convert.tokenizer import opens_documents, same_ids, save_tokenizer
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.dtypes import Dtype
 from megapipe.errors import CheckpointError, ConfigError
@@ -112,7 +112,7 @@ def export(
         is_checked: :func:`check_export` has been called for this model.
         tell: is given a line for each file of weights.
         warn: is given a line where the tokenizer has no files, or where ``AutoTokenizer`` makes
-            other ids by them.
+            other ids by them, or begins a text otherwise than ``generate``.
 
     Raises:
         ConfigError: no class can express the model, the class computes another one from its config,
@@ -134,12 +134,18 @@ def export(
     with fresh_folder(output) as folder:
         config = write_config(folder, row, weights, is_checked=is_checked, **end)
         if loaded is not None:
-            if not save_tokenizer(loaded, name, folder, model.max_positions or 0):
+            if not save_tokenizer(loaded, name, folder, model.max_positions or 0, opens=True):
                 warn(f"tokenizer {name} has no files that transformers reads: left out")
             elif not same_ids(loaded, folder):
                 warn(
                     f"AutoTokenizer takes a class of its own for {row.model_type}, which gives "
                     f"other ids than tokenizer {name}; load {output} by PreTrainedTokenizerFast"
+                )
+            elif not opens_documents(loaded, folder):
+                warn(
+                    f"AutoTokenizer does not begin a text as the model knows it by the files of "
+                    f"tokenizer {name}: call it with add_special_tokens=False, and put token "
+                    f"{loaded.eod} before the ids"
                 )
         _write_generation(config, name, folder)
         planned = plan(weights.named(), shard_bytes)

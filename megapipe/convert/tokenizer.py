@@ -19,12 +19,17 @@ SAMPLES = (
 """Texts in which what tokenizers do first differs: words, numbers, spaces, composed characters."""
 
 
-def save_tokenizer(tokenizer: Tokenizer, name: str, folder: Path, most_tokens: int) -> bool:
+def save_tokenizer(
+    tokenizer: Tokenizer, name: str, folder: Path, most_tokens: int, *, opens: bool = False
+) -> bool:
     """Write the files of the tokenizer that :func:`~megapipe.data.tokenizer.load_tokenizer` has
-    made of `name`; of a model that reads `most_tokens`. False: it has none (tiktoken)."""
+    made of `name`; of a model that reads `most_tokens`. With `opens` it puts the end of a document
+    before a text, as ``generate`` does for a run. False: it has no files (tiktoken)."""
     found = _of_transformers(tokenizer, name)
     if found is None:
         return False
+    if opens and found.is_fast:
+        _open_documents(found.backend_tokenizer, tokenizer.eod)
     if isinstance(tokenizer, ByteTokenizer):
         found.model_max_length = most_tokens
     found.save_pretrained(folder)
@@ -51,6 +56,31 @@ def same_ids(tokenizer: Tokenizer, folder: Path) -> bool:
         == tokenizer.encode(text).tolist()
         for text in SAMPLES
     )
+
+
+def opens_documents(tokenizer: Tokenizer, folder: Path) -> bool:
+    """Whether ``AutoTokenizer`` puts the end of a document, and nothing else, before and behind a
+    text by the files in `folder`."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    bare = theirs("a", add_special_tokens=False).input_ids
+    return bool(theirs("a").input_ids == [tokenizer.eod, *bare])
+
+
+def _open_documents(backend: Any, eod: int) -> None:
+    """Have a ``tokenizers.Tokenizer`` put the token `eod` before each text, in the place of the
+    tokens that it puts anywhere else."""
+    from tokenizers import processors
+
+    mark = backend.id_to_token(eod)
+    opening = processors.TemplateProcessing(
+        single=[mark, "$A"], pair=[mark, "$A", f"{mark}:1", "$B:1"], special_tokens=[(mark, eod)]
+    )
+    before = backend.post_processor
+    if isinstance(before, processors.ByteLevel):  # which tells the places of tokens
+        opening = processors.Sequence([before, opening])
+    backend.post_processor = opening
 
 
 def _of_transformers(tokenizer: Tokenizer, name: str) -> Any:

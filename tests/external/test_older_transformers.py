@@ -69,5 +69,5 @@ def test_an_older_transformers_reads_an_export(case: str, read: dict[str, Any]) 
     assert found["apart"] <= 1e-5
     assert found["loading"] == {}, "no weight that is initialised anew, none that is left"
     assert found["dtype"] == "torch.float32"
-    assert found["ids"] == list(read_by_older.TEXT.encode())
+    assert found["ids"] == [found["end"], *read_by_older.TEXT.encode()]
     assert found["end"] == 256

@@ -1,5 +1,5 @@
 """Writes the weights of a checkpoint, of any layout, as a folder for transformers: safetensors
-with an index, config, generation config and tokenizer.
+with an index, config, generation config and tokenizer, which begins a text as generate.py does.
 
 example: convert.py megapipe-to-hf runs/latest my_model
 """

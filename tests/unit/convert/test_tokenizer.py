@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from megapipe.convert import export
-from megapipe.convert.tokenizer import SAMPLES, byte_backend, byte_characters, save_tokenizer
+from megapipe.convert.tokenizer import (
+    SAMPLES,
+    byte_backend,
+    byte_characters,
+    opens_documents,
+    save_tokenizer,
+)
 from megapipe.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megapipe.generate.generator import Generator
+from megapipe.inference.source import Source
 from megapipe.model.gpt.hf.config import row_of
 from tests.parity.converted import write_checkpoint
 from tests.parity.reference import init_random
@@ -78,6 +88,58 @@ def test_a_file_and_a_folder(tmp_path: Path) -> None:
             assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text).tolist()
 
 
+def bare(path: Path) -> None:
+    train_bpe(["<pad>", "<s>", "</s>"]).save(str(path))
+
+
+def with_places(path: Path) -> None:
+    """As that of GPT-2."""
+    backend = train_bpe(["</s>"])
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    backend.save(str(path))
+
+
+def with_marks(path: Path) -> None:
+    """As that of BERT, or one that begins with <s> alone."""
+    backend = train_bpe(["<s>", "</s>"])
+    pair = [(mark, backend.token_to_id(mark)) for mark in ("<s>", "</s>")]
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=pair
+    )
+    backend.save(str(path))
+
+
+@pytest.mark.parametrize("make", [None, bare, with_places, with_marks])
+def test_an_export_begins_a_text_as_generate_does(make: Any, tmp_path: Path) -> None:
+    model = model_of("llama").model_copy(update={"dtype": "fp32", "vocab_size": 330, "layers": 1})
+    checkpoint = write_checkpoint(tmp_path / "run", model, init_random(model, 5, torch.float32))
+    name, warned = "byte", list[str]()
+    if make is not None:
+        make(tmp_path / "tokenizer.json")
+        name = str(tmp_path / "tokenizer.json")
+    export(checkpoint, tmp_path / "hf", tokenizer=name, warn=warned.append)
+    assert warned == []
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    source = Source.of(checkpoint, tokenizer=name, context=16)
+    generator = Generator(cast(Any, SimpleNamespace(source=source)))
+    for text in (*TEXTS, *SAMPLES, ""):
+        assert theirs(text).input_ids == list(generator.prompt(text).ids)
+    assert theirs("a", "b").input_ids == theirs("a").input_ids + theirs("b").input_ids
+    opened = load_tokenizer(str(tmp_path / "hf"))
+    assert cast(Any, opened).opening == source.opening, "generate begins so with the folder too"
+
+
+def test_one_that_cannot_begin_so_is_told(tmp_path: Path) -> None:
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "own")
+    model = model_of("llama").model_copy(update={"dtype": "fp32", "vocab_size": 330, "layers": 1})
+    checkpoint = write_checkpoint(tmp_path / "run", model, init_random(model, 5, torch.float32))
+    warned: list[str] = []
+    export(checkpoint, tmp_path / "hf", tokenizer=str(tmp_path / "own"), warn=warned.append)
+    (line,) = warned
+    assert line.endswith("call it with add_special_tokens=False, and put token 1 before the ids")
+    assert not opens_documents(load_tokenizer(str(tmp_path / "own")), tmp_path / "hf")
+
+
 def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
     ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "own")
     ours = load_tokenizer(str(tmp_path / "own"))
@@ -121,6 +183,6 @@ def test_auto_tokenizer_beside_a_config_of_each_family(case: str, tmp_path: Path
             assert f"AutoTokenizer takes a class of its own for {row_of(model).model_type}" in line
             theirs = PreTrainedTokenizerFast.from_pretrained(output)
             for text in [*TEXTS, *SAMPLES]:
-                assert theirs(text).input_ids == ours.encode(text).tolist()
+                assert theirs(text).input_ids == [ours.eod, *ours.encode(text).tolist()]
         known = {"gpt2": True, "llama": True, "qwen3": True, "qwen2": False}  # see docs/models.md
         assert equal == known.get(row_of(model).model_type, equal)
