@@ -74,7 +74,7 @@ def _open_documents(backend: Any, eod: int) -> None:
     from tokenizers import processors
 
     mark = backend.id_to_token(eod)
-    opening = processors.TemplateProcessing(
+    opening: Any = processors.TemplateProcessing(
         single=[mark, "$A"], pair=[mark, "$A", f"{mark}:1", "$B:1"], special_tokens=[(mark, eod)]
     )
     before = backend.post_processor
