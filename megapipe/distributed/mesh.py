@@ -23,6 +23,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -495,9 +496,10 @@ class ParallelMesh:
 
         Their own clocks go on while a process is stopped, and a time-out breaks a group for good.
         """
-        c10d = dist.distributed_c10d
-        for group in c10d._world.pg_map:
-            c10d._set_pg_timeout(SUSPENDED, group)
+        for group in dist.distributed_c10d._world.pg_map:
+            for device in group._device_types:
+                with suppress(RuntimeError):  # it has nothing for the device, or no time-outs there
+                    group._get_backend(device)._set_default_timeout(SUSPENDED)
         await_messages_for(SUSPENDED)
 
     def _next_key(self) -> str:
