@@ -67,7 +67,7 @@ class _PlannedGroup:
         return call
 
     def recv(self, *_: Any) -> _Complete:
-        """Counted by its sender."""
+        """Receive a message, which its sender counts."""
         return _Complete()
 
     def size(self) -> int:

@@ -403,7 +403,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         arguments.restarts = ELASTIC_RESTARTS if nodes.elastic else 0
     if arguments.restarts < nodes.elastic:
         own.error(f"--restarts: expected a number >= {int(nodes.elastic)}")
-    told = os.environ.get(NODES, "1")
+    told = os.environ.get(NODES) or "1"
     if nodes.most == 1 and told not in ONE and not any(o.startswith("--nnodes") for o in options):
         own.error(f"{NODES}={told} is not read: expected --nnodes {told}, or --nnodes 1")
     if nodes.most > 1 and not (arguments.endpoints and arguments.rdzv_id):

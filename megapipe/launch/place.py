@@ -158,7 +158,7 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
         hosted=hosted,
         options=None if options is None else tuple(shlex.split(options)),
         guessed=guessed,
-        is_listed=bool(hosts),
+        is_listed=bool(hosts) and names is not _SLURM,
         kubernetes=kubernetes,
     )
 
@@ -234,7 +234,7 @@ def _check_alone(environ: Mapping[str, str]) -> None:
             f"this is one of {tasks} tasks of SLURM's, and {missing} is not set: start it with "
             f"srun, or with python -m megapipe.launch; {RUN_ALONE}"
         )
-    several = {NODES: environ.get(NODES, "1") not in ONE, _JOB_INDEX: _JOB_INDEX in environ}
+    several = {NODES: (environ.get(NODES) or "1") not in ONE, _JOB_INDEX: _JOB_INDEX in environ}
     for name, is_so in several.items():
         if is_so:
             raise LaunchError(

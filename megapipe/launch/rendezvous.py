@@ -136,8 +136,7 @@ def _tcp_store(info: LaunchInfo, timeout_s: float, tell: Tell) -> Store:
             socket.create_connection(place, timeout=left).close()
 
         hint = "" if info.hosted else "; look whether rank 0 was started, and how it ended"
-        if info.local_world < info.world:
-            hint += loopback_hint(info.address)
+        hint += _hint(info)
         _until_there(connect, info, timeout_s, tell, hint)
     try:
         return open_tcp_store(
@@ -210,13 +209,14 @@ def place_on_host(store: Store, info: LaunchInfo, timeout_s: float) -> LaunchInf
     found: dict[str, Any] = {"local_rank": here.index(info.rank), "local_world": len(here)}
     placed = replace(info, **{name: found[name] for name in info.guessed}, guessed=())
     if info.kubernetes and placed.local_world < placed.world:  # others find nothing at localhost
-        placed = replace(placed, address=own_address(info.kubernetes, info.port))
+        with contextlib.suppress(OSError):  # no way there: others may still come
+            placed = replace(placed, address=own_address(info.kubernetes, info.port))
     _spare_threads(placed.local_world)
     return placed
 
 
 def _spare_threads(local_world: int) -> None:
-    """As :func:`megapipe.launch.place.spare_threads`, once torch is loaded."""
+    """Call :func:`megapipe.launch.place.spare_threads` once torch is loaded."""
     import torch
 
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -269,8 +269,15 @@ def _not_all(store: Store, info: LaunchInfo, timeout_s: float, *marks: str) -> L
         f"{info.world - len(absent)} of {info.world} ranks arrived within {timeout_s:.0f} s "
         f"(parallel.timeout_s), and not rank{'s' * (len(absent) > 1)} {ranges(absent)}: look "
         "whether they were started, and how they ended"
-        f"{loopback_hint(info.address) if info.local_world < info.world else ''}"
+        f"{_hint(info)}"
     )
+
+
+def _hint(info: LaunchInfo) -> str:
+    """Name the address where other hosts do not find the one of rank 0; a master's pod has such a
+    one as a matter of course."""
+    elsewhere = info.local_world < info.world and not info.kubernetes
+    return loopback_hint(info.address) if elsewhere else ""
 
 
 def _describe(differences: list[tuple[str, object, object, int]]) -> str:
@@ -374,7 +381,7 @@ def _check_group(backend: str) -> None:
     if found != backend:
         raise LaunchError(
             f"the process group that is there is one of {found}, and this run needs {backend}: "
-            f"expected parallel.backend={found}, if devices allow it, or a group of {backend}"
+            f"expected one that is made with backend={backend}"
         )
     if world is not None and world.bound_device_id is not None:
         raise LaunchError(

@@ -1,4 +1,4 @@
-"""The kernels of the device that is planned for, as they run on torch's meta device."""
+"""The kernels of a CPU, as they run on torch's meta device."""
 
 from __future__ import annotations
 

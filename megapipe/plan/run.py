@@ -60,7 +60,7 @@ def measure(
     """Run a stage on one micro-batch, one unit for each slice of its sequences.
 
     `rows` samples, by default a whole micro-batch. `at`: the rank that runs it, by default the
-    first that has the stage. `kernels`: by default those of the planned device. The experts of this
+    first that has the stage. `kernels`: by default those of a CPU. The experts of this
     rank get `imbalance` times the mean rows of a rank.
     """
     run = _Run(config, layout, stage, rows or config.train.microbatch, at, kernels, imbalance)

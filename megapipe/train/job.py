@@ -185,10 +185,10 @@ def start(
                     callbacks=callbacks,
                 )
                 ending.cleanup = trainer.close
-                if watched:
-                    mesh.leave_hangs_to_monitors()
-                elif watch is not None:
+                if watch is not None and not watched:
                     watch.close()
+                elif watched and not info.joined:  # the caller's groups keep their time-outs
+                    mesh.leave_hangs_to_monitors()
                 try:
                     trainer.run()
                 except Preempted as stopped:

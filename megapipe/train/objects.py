@@ -123,6 +123,7 @@ class _NoSignals(StopRequest):
 
     def __init__(self) -> None:
         self.signal = None
+        self.since = None
         self.phase = "setup"
         self.steady = threading.Lock()
 
