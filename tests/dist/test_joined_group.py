@@ -111,7 +111,7 @@ def test_a_group_that_cannot_be_taken_is_told_in_one_line(tmp_path: Path) -> Non
             )
         assert other == (
             "LaunchError: the process group that is there is one of nccl, and this run needs gloo: "
-            "expected parallel.backend=nccl, if devices allow it, or a group of gloo"
+            "expected one that is made with backend=gloo"
         )
 
 
