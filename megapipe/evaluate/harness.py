@@ -1,8 +1,8 @@
 """A model for EleutherAI's lm-evaluation-harness, which is loaded with this file alone.
 
 The harness makes requests of texts and adds up the answers. Every rank makes the same requests, so
-to the harness each is a world of its own. Texts begin as the tokenizer's own settings say, as the
-harness' class for transformers has it, and not with a run's end-of-document token.
+to the harness each is a world of its own. Texts begin as in :mod:`megapipe.generate`; exports begin
+them alike, so that the harness' class for transformers gets the same of these.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HarnessModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Tokens of a text; special ones that it spells out are plain text."""
-        opening = () if add_special_tokens is False else self._encoder.opening
+        opening = () if add_special_tokens is False else self._model.source.opening
         return [*opening, *map(int, self._encoder.encode(string))]
 
     def loglikelihood(

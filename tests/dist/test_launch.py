@@ -95,7 +95,7 @@ def test_the_place_in_a_pod() -> None:
 
 def test_the_place_under_srun() -> None:
     info = find_launch_info(SLURM)
-    assert info == LaunchInfo(5, 8, 1, 4, "gpu03", 23456, launched=True, is_listed=True)
+    assert info == LaunchInfo(5, 8, 1, 4, "gpu03", 23456, launched=True)
     given = find_launch_info({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "99"})
     assert (given.address, given.port, given.is_listed) == ("head", 99, False)
     under_torchrun = find_launch_info({**SLURM, **TORCHRUN})

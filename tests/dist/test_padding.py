@@ -7,12 +7,15 @@ tests/dist/test_dispatch.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from megapipe.layers import experts
+from megapipe.assembly import sharding
+from megapipe.layers.dispatch import Form
+from megapipe.layers.expert_rows import count_rows
 from megapipe.testing import World, run_world
 from tests.parity.bitwise import check_groups
 from tests.parity.cases import Case
@@ -76,7 +79,8 @@ def test_empty_rows_change_nothing_in_more_layouts(some: slice) -> None:
 
 
 def counted(world: World, case: Case) -> int:
-    with mock.patch.object(experts, "count_rows", side_effect=experts.count_rows) as count:
+    count = mock.Mock(side_effect=count_rows)
+    with mock.patch.object(sharding, "Form", partial(Form, count=count)):
         run_case(world, case, validate=True)
     return count.call_count
 

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from megapipe.assembly import sharding
 from megapipe.layers import experts, routing
-from megapipe.train import kernels
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
 
@@ -19,8 +19,8 @@ SKEWED = Case(dp=2, ep=2, moe="top 2", masked=0.3, layers=2, topology=(4.0, 1.0)
 
 
 def distances_of_the_first_rank() -> Patch:
-    of = kernels.bandwidths
-    return mock.patch.object(kernels, "bandwidths", lambda config, index: of(config, 0))
+    of = sharding.bandwidths
+    return mock.patch.object(sharding, "bandwidths", lambda config, index: of(config, 0))
 
 
 def _distances(made: Callable[[Tensor, int], Tensor]) -> Patch:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megapipe.convert import HuggingFaceFolder, export
 from megapipe.generate import Generator, Sampling
@@ -53,12 +53,13 @@ def test_greedy_texts_are_those_of_transformers(model_type: str, tmp_path: Path)
     params = init_random(model, seed=11, dtype=torch.float32)
     export(write_checkpoint(tmp_path, model, params), tmp_path / "hf", model_type=model_type)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     generator = Generator(load_model(HuggingFaceFolder.open(tmp_path / "hf"), torch.device("cpu")))
     found: list[list[int]] = [[] for _ in PROMPTS]
     for piece in generator.generate(PROMPTS, Sampling(tokens=TOKENS, temperature=0)):
         found[piece.prompt].append(piece.token)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
-        ids = torch.tensor([list(prompt.encode())])
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         expected = hf.generate(ids, do_sample=False, max_new_tokens=TOKENS)[0, ids.shape[1] :]
         assert tokens == expected.tolist()
     assert len({tuple(tokens) for tokens in found}) > 1
