@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,17 +27,20 @@ from megapipe.distributed.mesh import Coordinates, Grid
 from megapipe.distributed.planned import Collective, PlannedMesh
 from megapipe.layers.expert_rows import Counts, count_rows
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.parameter import Sharding, spec_of
+from megapipe.layers.parameter import spec_of
+from megapipe.layers.policy import Span
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.model.gpt.moe import routing_of
 from megapipe.model.interface import Message, StageModule
+from megapipe.model.partition import StageSpec
 from megapipe.ops.documents import Documents
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.storages import LiveStorages
 from megapipe.plan.kernels import STAND_INS, planned_kernels
 from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
 
+_Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _META = torch.device("meta")
 _NO_KERNEL = re.compile(
     "_?(unsafe_)?(reshape_)?(view|alias)|reshape|t|transpose|permute|expand|select|slice|as_strided"
@@ -63,7 +66,35 @@ def measure(
     first that has the stage. `kernels`: by default those of a CPU. The experts of this
     rank get `imbalance` times the mean rows of a rank.
     """
-    run = _Run(config, layout, stage, rows or config.train.microbatch, at, kernels, imbalance)
+    at = at or Coordinates(layout.schedule.placement.table[0][stage] % _grid(layout).pp, 0, 0, 0)
+    part = Part(layout.stage_layers[stage], layout.spans[stage], stage in layout.schedule.recompute)
+    return measure_part(
+        config, layout, part, rows=rows, at=at, kernels=kernels, imbalance=imbalance
+    )
+
+
+class Part(NamedTuple):
+    """Some units of the model that one stage has."""
+
+    spec: StageSpec
+    spans: Sequence[Span]
+    recompute: bool
+    """The stage is recomputed as a whole."""
+
+
+def measure_part(
+    config: Config,
+    layout: Layout,
+    part: Part,
+    *,
+    rows: int | None = None,
+    at: Coordinates | None = None,
+    kernels: Kernels | None = None,
+    imbalance: Fraction | None = None,
+) -> list[Unit]:
+    """Run a part of a stage as :func:`measure` runs a stage."""
+    at = at or Coordinates(0, 0, 0, 0)
+    run = _Run(config, layout, part, rows or config.train.microbatch, at, kernels, imbalance)
     return run.units()
 
 
@@ -109,16 +140,15 @@ class _Run:
         self,
         config: Config,
         layout: Layout,
-        number: int,
+        part: Part,
         rows: int,
-        at: Coordinates | None,
+        at: Coordinates,
         kernels: Kernels | None,
         imbalance: Fraction | None,
     ) -> None:
-        self.config, self.layout, self.number, self.rows = config, layout, number, rows
+        self.config, self.layout, self.part, self.rows = config, layout, part, rows
         self.trace = _Trace(layout.device)
         grid = _grid(layout)
-        at = at or Coordinates(layout.schedule.placement.table[0][number] % grid.pp, 0, 0, 0)
         backend = config.parallel.backend
         if backend == "auto":
             backend = "nccl" if layout.device == "cuda" else "gloo"
@@ -132,9 +162,8 @@ class _Run:
             count = _EvenCounts(config, layout, rows, imbalance)
             sharding = replace(sharding, form=replace(sharding.form, count=count))
             self.split = layout.tp if sharding.sequence_split else 1
-            self.module = _built(layout, number, sharding)
-            self.recompute = number in layout.schedule.recompute
-            self.stage = make_stage(layout, number, self.module, recompute=self.recompute)
+            self.module = _built(layout.model.build(part.spec, sharding))
+            self.stage = make_stage(layout, self.module, part.spans, recompute=part.recompute)
         self.stage.own_autograd_parameters()
 
     def units(self) -> list[Unit]:
@@ -149,12 +178,11 @@ class _Run:
 
     def _walk(self, found: dict[int, dict[str, Any]], *, fused: bool = False) -> None:
         """Run F of all slices, then the backward of each in descending order."""
-        stage, trace, lengths = self.stage, self.trace, self.layout.local_lengths
+        stage, trace, part = self.stage, self.trace, self.part
+        lengths = self.layout.local_lengths
         stage.begin(train=True)
         batches = list(self._microbatches())
-        inputs = [
-            (self._message(self.number - 1, n), self._message(self.number, n)) for n in lengths
-        ]
+        inputs = [(self._message(self._before(), n), self._message(part.spec, n)) for n in lengths]
         trace.know(tensor for mb in batches for tensor in _given(mb))
         trace.take_peak()
         for j, mb in enumerate(batches):
@@ -169,7 +197,7 @@ class _Run:
         for j in reversed(range(len(batches))):
             one = found[j]
             rest = trace.bytes - one["kept"]
-            if self.recompute and not fused:
+            if part.recompute and not fused:
                 with trace:
                     stage.recompute_ahead((0, j))
                 self._note(one, "R", rest)
@@ -226,15 +254,22 @@ class _Run:
         ids = torch.zeros(self.rows, length, dtype=torch.int64, device="cpu")
         return Documents(ids, _META)
 
-    def _message(self, stage: int, length: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shapes and types of what a stage sends to the next one; none beyond the ends."""
-        if not 0 <= stage < self.layout.stages - 1:
+    def _before(self) -> StageSpec | None:
+        """All that comes before the part; None at the model's input."""
+        spec, model = self.part.spec, self.layout.model
+        if spec.embedding or not (spec.layers.start or model.ends):
+            return None
+        return StageSpec(model.ends, range(spec.layers.start), head=False)
+
+    def _message(self, spec: StageSpec | None, length: int) -> _Shapes:
+        """Shapes and types of what units send to those after them; none beyond the ends."""
+        model = self.layout.model
+        if spec is None or spec.head or (not model.ends and spec.layers.stop == model.layers):
             return ()
-        model, spec = self.layout.model, self.layout.stage_layers[stage]
         tensors = model.message(spec, self.rows, length)
         return tuple((each.shape, getattr(torch, each.dtype)) for each in tensors)
 
-    def _received(self, shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Message:
+    def _received(self, shapes: _Shapes) -> Message:
         """Allocate a message that has just come in."""
         tensors = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
         if not self.layout.sends_tuples:
@@ -268,9 +303,8 @@ def _grid(layout: Layout) -> Grid:
     )
 
 
-def _built(layout: Layout, number: int, sharding: Sharding) -> StageModule:
-    """Build the modules of a stage; their parameters have main gradients."""
-    module = layout.model.build(layout.stage_layers[number], sharding)
+def _built(module: StageModule) -> StageModule:
+    """Give the parameters of a stage main gradients."""
     for parameter in module.parameters():
         if not spec_of(parameter).frozen:
             high = torch.promote_types(parameter.dtype, torch.float32)

@@ -126,7 +126,7 @@ class TrainStep:
         }
         self.optimizer = make_optimizer(self)
         self.stages: dict[int, Stage] = {
-            s: make_stage(layout, s, module, recompute=s in self.schedule.recompute)
+            s: make_stage(layout, module, layout.spans[s], recompute=s in self.schedule.recompute)
             for s, module in self.modules.items()
         }
         for stage in self.stages.values():
