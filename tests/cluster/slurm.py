@@ -201,6 +201,13 @@ class SlurmJob:
         """Have a job that was submitted with ``--hold`` wait for its nodes."""
         self.cluster.control.run("scontrol", "release", self.number)
 
+    def suspend(self, seconds: float) -> None:
+        """Stop all its processes for so long."""
+        self.cluster.control.run("scontrol", "suspend", self.number)
+        self._await(lambda state, *_: state in ("SUSPENDED", *ENDS))
+        time.sleep(seconds)
+        self.cluster.control.run("scontrol", "resume", self.number)
+
     def begin_now(self) -> None:
         """Have a job that is queued again begin, which SLURM puts off for two minutes.
 

@@ -20,6 +20,7 @@ from tests.parity.stopped_runs import assert_same_files
 
 pytestmark = pytest.mark.full
 STEPS, EVERY = 9, 3
+TIMEOUT_S = 10
 STOPPED = held.STEP + 1
 """A step asks for a stop before it is held."""
 SETTINGS = {
@@ -166,6 +167,16 @@ def test_a_preemption(partition: str, cluster: Cluster, start: Submit, whole: Sl
     urgent = cluster.submit(job.folder, *wanted, "--wrap=true")
     assert_goes_on(job, whole)
     assert urgent.end == ("COMPLETED", "0:0", "0")
+
+
+@pytest.mark.slow
+def test_a_suspended_job(cluster: Cluster, tmp_path: Path, whole: SlurmJob) -> None:
+    """For longer than all time-outs, with ranks that wait for the one that is held."""
+    job = submit(cluster, project(tmp_path, hold=True), f"parallel.timeout_s={TIMEOUT_S}")
+    job.await_files(*HELD)
+    job.suspend(3 * TIMEOUT_S)
+    (job.folder / "hold").unlink()
+    assert_ends_as(job, whole, restarts=0)
 
 
 def test_a_job_that_is_cancelled(start: Submit) -> None:
