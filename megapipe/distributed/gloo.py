@@ -25,9 +25,9 @@ SUM, GATHER, SPREAD = 1, 2, 3
 _most: datetime.timedelta | None = None
 
 
-def await_messages_for(most: datetime.timedelta) -> None:
-    """Have this process wait for messages up to `most`: a new time-out of a group does not hold for
-    them."""
+def await_messages_for(most: datetime.timedelta | None) -> None:
+    """Have this process wait for messages up to `most`, or with None as long as their group does: a
+    new time-out of a group does not hold for them."""
     global _most
     _most = most
 

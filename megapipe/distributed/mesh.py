@@ -119,6 +119,7 @@ class ParallelMesh:
             )
         if device.type == "cuda":
             _set_environment(sends_messages=grid.pp > 1)
+        await_messages_for(None)  # of an earlier run of this process
         self._enter(grid, dist.get_rank(), dist.get_backend(), device, timeout_s, journal)
 
     def _enter(

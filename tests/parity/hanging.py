@@ -51,7 +51,7 @@ def hang():
         lost.append(True)
 
 class Sent:
-    def wait(self):
+    def wait(self, timeout=None):
         pass
 
 start = channels._Outgoing._start
