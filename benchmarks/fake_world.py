@@ -22,23 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.distributed.mesh import AXES, Grid, ParallelMesh
+from megapipe.distributed.planned import COLLECTIVES
 from megapipe.layers import routing
 from megapipe.ops import attention
 from megapipe.optim.optimizer import Optimizer
 
-_COUNTED = {
-    # method of ProcessGroup: the collective, and which argument is its whole tensor
-    "allreduce": ("all_reduce", 0),
-    "allgather": ("all_gather", 0),
-    "_allgather_base": ("all_gather", 0),
-    "all_gather_single": ("all_gather", 0),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-}
+_COUNTED = {**COLLECTIVES, "allgather": ("all_gather", 0), "recv": ("recv", 0)}
+"""Method of ProcessGroup: the collective, and which argument is its whole tensor."""
 _UNKNOWN = (
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",

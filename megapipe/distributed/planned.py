@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
 
-_COLLECTIVES = {
+COLLECTIVES = {
     # method of a process group: the collective, and which argument is the whole tensor
     "allreduce": ("all_reduce", 0),
     "_allgather_base": ("all_gather", 0),
@@ -53,9 +53,9 @@ class _PlannedGroup:
         self._ranks, self._note = ranks, note
 
     def __getattr__(self, name: str) -> Callable[..., _Complete]:
-        if name not in _COLLECTIVES:
+        if name not in COLLECTIVES:
             raise AttributeError(f"a planned process group has no {name}")
-        kind, whole = _COLLECTIVES[name]
+        kind, whole = COLLECTIVES[name]
 
         def call(*arguments: Any) -> _Complete:
             given = arguments[whole]
