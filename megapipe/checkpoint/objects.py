@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Store:
-    """A file system of fsspec's, and for how many seconds a request to it is repeated."""
+    """An fsspec file system, and for how many seconds a request to it is repeated."""
 
     system: Any
     patience_s: float

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 class RemoteFiles(AbstractFileSystem):
-    """The files of `system`, one of fsspec's. All raise :class:`~megapipe.retries.Failed` for a
-    failure, and FileNotFoundError for what is not there."""
+    """Files of `system`, an fsspec file system. All methods raise
+    :class:`~megapipe.retries.Failed` for a failure, and FileNotFoundError for what is not there."""
 
     cachable = False
 
@@ -33,14 +33,14 @@ class RemoteFiles(AbstractFileSystem):
         return self._system._strip_protocol(path)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """The content of a folder."""
+        """List a folder."""
         listed: list[Any] = _asked(
             f"list {path}", lambda: list(self._system.ls(path, detail=detail)), LISTING_S
         )
         return listed
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """The size, kind and version of a file or a folder, in the system's own names."""
+        """Return size, kind and version of a file or a folder, by the system's own names."""
         return _asked(f"look for {path}", lambda: dict(self._system.info(path)))
 
     def has(self, path: str, kind: Literal["file", "directory"]) -> bool:
@@ -70,7 +70,7 @@ class RemoteFiles(AbstractFileSystem):
             yield block
 
     def _open_at(self, path: str, at: int, nbytes: int) -> Any:
-        """The file, opened at byte `at`."""
+        """Open a file at byte `at`."""
         file = self._system.open(path, "rb")
         try:
             file.seek(at)

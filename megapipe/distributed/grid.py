@@ -88,7 +88,7 @@ class Grid:
         return list(range(first, first + self.expert_ranks))
 
     def expert_hops(self, rank: int) -> tuple[list[int], list[int]]:
-        """Of these, those of this one's node, and those that have its place in each node."""
+        """Return the :meth:`expert_peers` of this rank's node, and those with its place in each."""
         assert self.node is not None
         peers, inner = self.expert_peers(rank), rank % self.node
         first = (rank - inner) % self.expert_ranks

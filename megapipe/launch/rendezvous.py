@@ -194,14 +194,13 @@ def place_on_host(store: Store, info: LaunchInfo, timeout_s: float) -> LaunchInf
 
     if not info.guessed:
         return info
-    wait = datetime.timedelta(seconds=timeout_s)
     store.set(f"host {info.rank}", machine())
     try:
         if info.rank == 0:
             names = [f"host {rank}" for rank in range(info.world)]
-            store.wait(names, wait)
+            await_keys(store, names, timeout_s)
             store.set("hosts", json.dumps([store.get(name).decode() for name in names]))
-        store.wait(["hosts"], wait)
+        await_keys(store, ["hosts"], timeout_s)
     except DistStoreError:
         raise _not_all(store, info, timeout_s, "host") from None
     hosts = json.loads(store.get("hosts"))

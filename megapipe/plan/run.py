@@ -161,7 +161,6 @@ class _Run:
             sharding = make_sharding(config, self.mesh, kernels)
             count = _EvenCounts(config, layout, rows, imbalance)
             sharding = replace(sharding, form=replace(sharding.form, count=count))
-            self.split = layout.tp if sharding.sequence_split else 1
             self.module = _built(layout.model.build(part.spec, sharding))
             self.stage = make_stage(layout, self.module, part.spans, recompute=part.recompute)
         self.stage.own_autograd_parameters()

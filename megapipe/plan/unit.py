@@ -56,8 +56,8 @@ class Unit(BaseModel):
     queued: int
     """Bytes on the device from I to W."""
     kept: int
-    """Bytes on the device from F to R, or to I without an R; `held` but where the stage is run
-    again as a whole."""
+    """Bytes on the device from F to R, or to I without an R; `held` but where the stage is
+    recomputed as a whole."""
     cached: tuple[int, int] = (0, 0)
     """Bytes on the device that a micro-batch's slices share, which no other figure counts: after
     the F and after the I of this slice."""
