@@ -11,7 +11,7 @@ Nothing here needs torch, and a family needs it only to build a stage.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -328,6 +328,10 @@ class Family(ABC):
     def told(self) -> Mapping[int, int]:
         """How many numbers each of these layers tells of its routing in a step."""
         return {}
+
+    def kind(self, layer: int) -> Hashable:
+        """Equal for layers that differ in the values of their weights alone."""
+        return layer
 
     def active(self) -> int:
         """Number of parameters that one token meets; fewer than all where layers have experts."""

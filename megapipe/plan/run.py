@@ -7,11 +7,12 @@ mesh of which no other rank exists. Experts are chosen in turn, so that all get 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from megapipe.distributed.planned import Collective, PlannedMesh
 from megapipe.layers.expert_rows import Counts, count_rows
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import spec_of
-from megapipe.layers.policy import Span
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.model.gpt.moe import routing_of
@@ -38,6 +38,7 @@ from megapipe.ops.documents import Documents
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.storages import LiveStorages
 from megapipe.plan.kernels import STAND_INS, planned_kernels
+from megapipe.plan.segments import Part, Passes, Segment, Short, shortened, units_of
 from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
 
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -59,62 +60,71 @@ def measure(
     at: Coordinates | None = None,
     kernels: Kernels | None = None,
     imbalance: Fraction | None = None,
+    shorten: bool = True,
 ) -> list[Unit]:
     """Run a stage on one micro-batch, one unit for each slice of its sequences.
 
     `rows` samples, by default a whole micro-batch. `at`: the rank that runs it, by default the
     first that has the stage. `kernels`: by default those of a CPU. The experts of this
-    rank get `imbalance` times the mean rows of a rank.
+    rank get `imbalance` times the mean rows of a rank. Without `shorten` all of its layers run.
     """
     at = at or Coordinates(layout.schedule.placement.table[0][stage] % _grid(layout).pp, 0, 0, 0)
     part = Part(layout.stage_layers[stage], layout.spans[stage], stage in layout.schedule.recompute)
-    return measure_part(
-        config, layout, part, rows=rows, at=at, kernels=kernels, imbalance=imbalance
-    )
-
-
-class Part(NamedTuple):
-    """Some units of the model that one stage has."""
-
-    spec: StageSpec
-    spans: Sequence[Span]
-    recompute: bool
-    """The stage is recomputed as a whole."""
-
-
-def measure_part(
-    config: Config,
-    layout: Layout,
-    part: Part,
-    *,
-    rows: int | None = None,
-    at: Coordinates | None = None,
-    kernels: Kernels | None = None,
-    imbalance: Fraction | None = None,
-) -> list[Unit]:
-    """Run a part of a stage as :func:`measure` runs a stage."""
-    at = at or Coordinates(0, 0, 0, 0)
-    run = _Run(config, layout, part, rows or config.train.microbatch, at, kernels, imbalance)
-    return run.units()
+    kinds = [layout.model.kind(layer) for layer in range(layout.model.layers)]
+    short = shortened(part, kinds) if shorten else Short(part, ())
+    rows = rows or config.train.microbatch
+    run = _Run(config, layout, short.part, rows, at, kernels, imbalance)
+    return units_of(run.passes(), short, run.gradients())
 
 
 class _Trace(LiveStorages):
     """Bytes alive, and the kernels and collectives in their order, on a device of a `kind`."""
 
-    def __init__(self, kind: DeviceKind) -> None:
+    def __init__(self, kind: DeviceKind, cached: Callable[[], int]) -> None:
         super().__init__()
         self._stand_ins = STAND_INS[kind]
+        self._cached = cached
+        self._layers: dict[int, int] = {}
         self._calls: list[Kernel | Transfer] = []
+        self._done: list[Segment] = []
+        self._seen: set[int | None] = set()
+        self._layer: int | None = None
+        self._before = self._now()
 
-    def take_calls(self) -> tuple[Kernel | Transfer, ...]:
-        """Calls since the last time."""
-        calls, self._calls = tuple(self._calls), []
-        return calls
+    def belong(self, layer: int, tensors: Iterable[Tensor]) -> None:
+        """Begin a segment where one of these `tensors` is first taken."""
+        self._layers |= {tensor.untyped_storage()._cdata: layer for tensor in tensors}
 
-    def take_peak(self) -> int:
-        """Return the most bytes alive since the last time."""
-        peak, self.peak = self.peak, self.bytes
-        return peak
+    def begin(self) -> None:
+        """Begin an operation."""
+        self._done, self._seen = [], set()
+        self._turn(None)
+
+    def end(self) -> tuple[Segment, ...]:
+        """Return the segments of the operation."""
+        self._end_segment()
+        return tuple(self._done)
+
+    def _turn(self, layer: int | None) -> None:
+        self._layer, self._before, self._calls, self.peak = layer, self._now(), [], self.bytes
+        self._seen.add(layer)
+
+    def _now(self) -> tuple[int, int, int]:
+        return self.bytes, sum(self.host_sizes), self._cached()
+
+    def _end_segment(self) -> None:
+        changes = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        device, host, cached = changes
+        self._done.append(
+            Segment(
+                layer=self._layer,
+                peak=self.peak - self._before[0],
+                device=device,
+                host=host,
+                cached=cached,
+                calls=tuple(self._calls),
+            )
+        )
 
     def note(self, call: Kernel | Transfer) -> None:
         self._calls.append(call)
@@ -126,6 +136,11 @@ class _Trace(LiveStorages):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            layer = self._layers.get(tensor.untyped_storage()._cdata)
+            if layer is not None and layer not in self._seen:
+                self._end_segment()
+                self._turn(layer)
         run = self._stand_ins.get(func, func)
         out = super().__torch_dispatch__(run, types, args, kwargs)
         if func.namespace != "prim" and not _NO_KERNEL.fullmatch(func._overloadpacket.__name__):
@@ -147,7 +162,6 @@ class _Run:
         imbalance: Fraction | None,
     ) -> None:
         self.config, self.layout, self.part, self.rows = config, layout, part, rows
-        self.trace = _Trace(layout.device)
         grid = _grid(layout)
         backend = config.parallel.backend
         if backend == "auto":
@@ -164,61 +178,73 @@ class _Run:
             self.module = _built(layout.model.build(part.spec, sharding))
             self.stage = make_stage(layout, self.module, part.spans, recompute=part.recompute)
         self.stage.own_autograd_parameters()
+        self.trace = _Trace(layout.device, self.stage.cached_bytes)
+        self._mark_layers()
 
-    def units(self) -> list[Unit]:
+    def passes(self) -> list[Passes]:
         """Run it three times: once for what stays, such as tables of positions."""
         with _META:
-            self._walk({})
+            self._walk()
             self.trace.know(_lasting(self.module))
-            measured: dict[int, dict[str, Any]] = {}
-            self._walk(measured)
-            self._walk(measured, fused=True)
-        return [_unit(measured[slice_]) for slice_ in sorted(measured)]
+            split, fused = self._walk(), self._walk(fused=True)
+        return [{**own, "B": other["B"]} for own, other in zip(split, fused, strict=True)]
 
-    def _walk(self, found: dict[int, dict[str, Any]], *, fused: bool = False) -> None:
+    def gradients(self) -> list[int]:
+        """Bytes of the gradient that each slice receives."""
+        lengths = self.layout.local_lengths
+        shapes = (self._message(self.part.spec, n, gradient=True) for n in lengths)
+        return [sum(prod(size) * kind.itemsize for size, kind in each) for each in shapes]
+
+    def _mark_layers(self) -> None:
+        """Tell the trace which weights and main gradients are of which layer."""
+        model, spec = self.layout.model, self.part.spec
+        places = [
+            (layer, StageSpec(False, range(layer, layer + 1), False)) for layer in spec.layers
+        ]
+        places.append((model.layers, replace(spec, layers=range(0))))
+        of = {each.name: layer for layer, stage in places for each in model.parameters(stage)}
+        for parameter in self.module.parameters():
+            own = spec_of(parameter)
+            tensors = [parameter.data] if own.frozen else [parameter.data, main_grad(parameter)]
+            self.trace.belong(of[own.name], tensors)
+
+    def _walk(self, *, fused: bool = False) -> list[dict[Operation, tuple[Segment, ...]]]:
         """Run F of all slices, then the backward of each in descending order."""
         stage, trace, part = self.stage, self.trace, self.part
         lengths = self.layout.local_lengths
         stage.begin(train=True)
         batches = list(self._microbatches())
-        inputs = [(self._message(self._before(), n), self._message(part.spec, n)) for n in lengths]
+        inputs = [self._message(self._before(), n) for n in lengths]
+        gradients = [self._message(part.spec, n, gradient=True) for n in lengths]
         trace.know(tensor for mb in batches for tensor in _given(mb))
-        trace.take_peak()
+        found: list[dict[Operation, tuple[Segment, ...]]] = []
         for j, mb in enumerate(batches):
-            one = found.setdefault(j, {"peaks": {}, "calls": {}, "cached": {}})
-            before = trace.bytes - stage.cached_bytes()
-            with trace:
-                y = stage.forward((0, j), self._received(inputs[j][0]), mb)
+            found.append({})
+            with self._operation(found[j], "F"):
+                y = stage.forward((0, j), self._received(inputs[j]), mb)
                 del y
-            one["cached"]["F"] = cached = stage.cached_bytes()
-            self._note(one, "F", before + cached)
-            one["kept"], one["host"] = trace.bytes - before - cached, sum(trace.host_sizes)
         for j in reversed(range(len(batches))):
-            one = found[j]
-            rest = trace.bytes - one["kept"]
-            if part.recompute and not fused:
-                with trace:
+            if part.recompute:
+                with self._operation(found[j], "R"):
                     stage.recompute_ahead((0, j))
-                self._note(one, "R", rest)
-            if not fused:
-                one["held"] = trace.bytes - rest
-            with trace:
+            with self._operation(found[j], "B" if fused else "I"):
                 run = stage.backward if fused else stage.input_grad
-                x = run((0, j), self._received(inputs[j][1]))
+                x = run((0, j), self._received(gradients[j]))
                 del x
-            self._note(one, "B" if fused else "I", rest)
-            rest += stage.cached_bytes() - cached
-            one["cached"]["I"] = cached = stage.cached_bytes()
             if not fused:
-                one["queued"] = trace.bytes - rest
-                with trace:
+                with self._operation(found[j], "W"):
                     stage.weight_grad((0, j))
-                self._note(one, "W", rest)
-                one["left"] = trace.bytes - rest
+        return found
 
-    def _note(self, one: dict[str, Any], operation: Operation, before: int) -> None:
-        one["peaks"][operation] = self.trace.take_peak() - before
-        one["calls"][operation] = self.trace.take_calls()
+    @contextmanager
+    def _operation(
+        self, found: dict[Operation, tuple[Segment, ...]], what: Operation
+    ) -> Iterator[None]:
+        """Trace an operation."""
+        self.trace.begin()
+        with self.trace:
+            yield
+        found[what] = self.trace.end()
 
     def _microbatches(self) -> Iterator[MicroBatch]:
         layout, mesh = self.layout, self.mesh
@@ -260,13 +286,15 @@ class _Run:
             return None
         return StageSpec(model.ends, range(spec.layers.start), head=False)
 
-    def _message(self, spec: StageSpec | None, length: int) -> _Shapes:
-        """Shapes and types of what units send to those after them; none beyond the ends."""
+    def _message(self, spec: StageSpec | None, length: int, *, gradient: bool = False) -> _Shapes:
+        """Shapes and types of what units send to those after them, or of its gradient; none beyond
+        the ends."""
         model = self.layout.model
         if spec is None or spec.head or (not model.ends and spec.layers.stop == model.layers):
             return ()
         tensors = model.message(spec, self.rows, length)
-        return tuple((each.shape, getattr(torch, each.dtype)) for each in tensors)
+        sent = (each for each in tensors if each.has_grad or not gradient)
+        return tuple((each.shape, getattr(torch, each.dtype)) for each in sent)
 
     def _received(self, shapes: _Shapes) -> Message:
         """Allocate a message that has just come in."""
@@ -305,7 +333,8 @@ def _grid(layout: Layout) -> Grid:
 def _built(module: StageModule) -> StageModule:
     """Give the parameters of a stage main gradients."""
     for parameter in module.parameters():
-        if not spec_of(parameter).frozen:
+        parameter.requires_grad_(not spec_of(parameter).frozen)
+        if parameter.requires_grad:
             high = torch.promote_types(parameter.dtype, torch.float32)
             parameter.main_grad = torch.empty_like(parameter, dtype=high, requires_grad=False)
     return module
@@ -358,21 +387,6 @@ class _EvenCounts:
     def _rows(self, rows: Fraction | float, most: int | None) -> int:
         """Bound rows of an expert, which takes `most` of a whole sequence."""
         return int(rows) if most is None else min(int(rows), self.rows * -(-most // self.ranks))
-
-
-def _unit(one: Mapping[str, Any]) -> Unit:
-    """Make a unit without what stays after W until the step ends: figures of routing, losses."""
-    left = one["left"]
-    held, queued = one["held"] - left, one["queued"] - left
-    return Unit(
-        held=held,
-        host=one["host"],
-        queued=queued,
-        kept=one["kept"] - left,
-        cached=(one["cached"]["F"], one["cached"]["I"]),
-        peaks={what: peak - left for what, peak in one["peaks"].items()},
-        operations=one["calls"],
-    )
 
 
 def _kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Kernel:

@@ -58,14 +58,24 @@ class Unit(BaseModel):
     kept: int
     """Bytes on the device from F to R, or to I without an R; `held` but where the stage is
     recomputed as a whole."""
+    gradient: int
+    """Bytes of the gradient that I or B receives."""
     cached: tuple[int, int] = (0, 0)
     """Bytes on the device that a micro-batch's slices share, which no other figure counts: after
     the F and after the I of this slice."""
     peaks: Mapping[Operation, int]
-    """The most bytes on the device within each operation, incoming and outgoing messages included;
-    without R where no stage is recomputed as a whole."""
+    """The most bytes on the device within each operation, incoming and outgoing messages included.
+    R is there where the stage is recomputed as a whole; then I and B are those after it."""
     operations: Mapping[Operation, tuple[Kernel | Transfer, ...]]
     """Kernels and collectives of each operation, in their order."""
+
+    def peak(self, operation: Operation, *, rebuilt: bool = True) -> int:
+        """Return the most bytes on the device within an operation; unless `rebuilt`, I and B run
+        the forward again themselves, which an R has done otherwise."""
+        own = self.peaks[operation]
+        if rebuilt or operation not in "IB" or "R" not in self.peaks:
+            return own
+        return max(own, self.peaks["R"] + self.gradient)
 
     def flops(self, operation: Operation) -> int:
         """FLOPs of an operation."""

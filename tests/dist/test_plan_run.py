@@ -147,7 +147,8 @@ def _largest(units: Sequence[Unit]) -> Unit:
 
 def _sizes(unit: Unit) -> Bytes:
     cached = {f"cached after {what}": size for what, size in zip("FI", unit.cached, strict=True)}
-    return {**cached, "held": unit.held, "host": unit.host, "queued": unit.queued, **unit.peaks}
+    peaks = {what: unit.peak(what, rebuilt=what == "I") for what in unit.peaks}
+    return {**cached, "held": unit.held, "host": unit.host, "queued": unit.queued, **peaks}
 
 
 def _most(ranks: Iterator[list[Bytes]]) -> list[Bytes]:

@@ -5,7 +5,7 @@ Modules that only a plan or only a run needs are imported when they are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -110,6 +110,11 @@ class GPT(Family):
 
     def told(self) -> Mapping[int, int]:
         return {layer: routing_of(self.model.moe, layer).told for layer in self.experts()}
+
+    def kind(self, layer: int) -> Hashable:
+        moe = self.model.moe
+        routing = routing_of(moe, layer) if moe.has_experts(layer) else None
+        return self.model.window_of(layer), routing
 
     def active(self) -> int:
         return self.count() - sum(unused_parameters(self.model, layer) for layer in self.experts())
