@@ -43,6 +43,7 @@ from megapipe.ops.kernels import Kernels
 from megapipe.ops.storages import LiveStorages
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.plan.activation_memory import peak_activations
+from megapipe.plan.units import Units
 from megapipe.schedule.generators import names
 from megapipe.schedule.ir import Op
 from megapipe.schedule.lower import lower
@@ -291,8 +292,8 @@ def predict(config: Config, layout: Layout) -> list[Alive]:
     validator counts them."""
     return [
         Alive(
-            *peak_activations(config, layout, rank, inside=False),
-            peak_activations(config, layout, rank).device,
+            *peak_activations(Units(config, layout), rank, inside=False),
+            peak_activations(Units(config, layout), rank).device,
             activations,
         )
         for rank, activations in enumerate(validate(layout.schedule).peak_held)

@@ -41,6 +41,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.memory import model_memory
 from megapipe.plan.traffic import step_traffic
+from megapipe.plan.units import Units
 from megapipe.train.feed import Rows
 from megapipe.train.step import TrainStep
 
@@ -396,7 +397,7 @@ def giant_claims(name: str, keys: Sequence[str]) -> list[Result]:
         wrong, checked = wrong + len(unlike(giant.seen, formula)), checked + len(formula)
         memory = model_memory(config, layout, index)
         off = max(off, abs(giant.lasting - memory.lasting))
-        activations = peak_activations(config, layout, index).device
+        activations = peak_activations(Units(config, layout), index).device
         sizes = (memory.parameters, memory.gradients, memory.optimizer, activations, giant.peak)
         excess.append(giant.peak / (memory.lasting + activations))
         table.add_row(str(index), *(f"{size / GIB:.2f}" for size in sizes))

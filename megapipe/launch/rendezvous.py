@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megapipe import heartbeat
 from megapipe.answers import Mute
-from megapipe.errors import DataError, LaunchError
+from megapipe.errors import ConfigError, DataError, LaunchError
 from megapipe.launch.listening import (
     STORE,
     Tell,
@@ -327,6 +327,37 @@ def first_on_host(store: Store, rank: int, name: str, act: Callable[[], T], time
         raise
     finally:
         store.set(f"{key} done", problem)
+
+
+def of_rank_0(store: Store, rank: int, name: str, make: Callable[[], str], timeout_s: float) -> str:
+    """Return on all ranks the text that `make` returns on rank 0.
+
+    A ConfigError of it is raised on all; :class:`LaunchError` where it takes longer than
+    `timeout_s`.
+    """
+    from torch.distributed import DistStoreError
+
+    key = f"{name} of rank 0"
+    if rank == 0:
+        text, problem = "", ""
+        try:
+            text = make()
+        except ConfigError as error:
+            problem = str(error)
+            raise
+        finally:
+            store.set(key, json.dumps([text, problem]))
+        return text
+    try:
+        await_keys(store, [key], timeout_s)
+    except DistStoreError:
+        raise LaunchError(
+            f"{name}: rank 0 took more than {timeout_s:.0f} s for it (parallel.timeout_s)"
+        ) from None
+    text, problem = json.loads(store.get(key))
+    if problem:
+        raise ConfigError(problem)
+    return str(text)
 
 
 @contextlib.contextmanager

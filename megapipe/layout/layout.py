@@ -69,7 +69,7 @@ class Layout:
     """How the blocks of each stage keep their activations."""
     freed: Fraction
     """The share of a micro-batch's activations that an I frees at least, of whole sequences
-    (:mod:`megapipe.layout.freed`); limits of activations count by it."""
+    (:mod:`megapipe.plan.freed`), where a limit of activations counts by it; 0 elsewhere."""
     cost: Cost = field(repr=False)
     """Costs of each stage's operations, in FLOPs per token; messages cost nothing."""
     stream: Stream | None = field(default=None, repr=False)

@@ -4,7 +4,7 @@
 before any process group exists. It imports no torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -21,7 +21,6 @@ from megapipe.layout.dispatch import resolved_dispatch
 from megapipe.layout.expert_checks import check_pieces, check_sizes
 from megapipe.layout.expert_time import resolved_chunks
 from megapipe.layout.family import family_of, resolved_lora, resolved_model
-from megapipe.layout.freed import freed_share
 from megapipe.layout.key_effects import check_effects, check_slice_times
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.links import scatters, sends_tuples
@@ -36,11 +35,13 @@ from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import gpipe_on
 from megapipe.schedule.generators.lists import split_backwards
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.load import goes_by_cost, is_own, load
+from megapipe.schedule.load import goes_by, is_own, load
 from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.placement import Placement, loop
 from megapipe.schedule.proof.validate import Report, validate
 from megapipe.words import multiples
+
+FreedShare = Callable[[Config, Layout], Fraction]
 
 BYTE_VOCABULARY = 257
 """Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
@@ -57,6 +58,7 @@ def resolve(
     where: str = "configuration",
     device: DeviceKind | None = None,
     before: Layout | None = None,
+    freed: FreedShare | None = None,
 ) -> tuple[Config, Layout]:
     """`config` with every dependent default filled in, and the layout that it describes.
 
@@ -68,12 +70,15 @@ def resolve(
     said without torch (:func:`~megapipe.layout.devices.device_kind`).
     `before` is the layout of `config` if that was resolved before: making a schedule and proving it
     may take seconds, so its schedule is kept unless the tokenizer or the device changes it.
+    `freed` measures the share of a micro-batch's activations that an I frees at every stage. It is
+    called where an order or a limit of memory counts by that; without it, there, an order that goes
+    by costs has one micro-batch, and no limit is checked.
 
     Raises :class:`ConfigError`, also for a wrong number of processes, in one
     line that begins with `where`.
     """
     try:
-        return _resolve(config, world, vocab_size, device, before)
+        return _resolve(config, world, vocab_size, device, before, freed)
     except MegapipeError as error:
         raise type(error)(f"{where}: {error}") from None
 
@@ -84,6 +89,7 @@ def _resolve(
     vocab_size: int | None,
     device: DeviceKind | None,
     before: Layout | None,
+    freed: FreedShare | None,
 ) -> tuple[Config, Layout]:
     check_urls(given)
     if vocab_size is None and given.data.tokenizer == "byte":
@@ -110,7 +116,7 @@ def _resolve(
     stream = stream_of(config, microbatches)
     # an order that goes by costs is made when the stages are known; a short one has its placement
     by_time = is_cut_by_time(config)
-    by_cost = by_time or goes_by_cost(config.pipeline.schedule)
+    by_cost = by_time or goes_by(config.pipeline.schedule, "cost")
     if before is not None and not by_cost:
         schedule = before.schedule
     else:
@@ -133,24 +139,8 @@ def _resolve(
         slice_lengths = fastest_cut(config, family, microbatches, whole)
     else:
         slice_lengths = balanced_cut(config, family, schedule.slices)
-    cost, freed = relative_cost(config, family, work, slice_lengths), Fraction(0)
-    if len(slice_lengths) == 1 and model.vocab_size is not None:
-        freed = freed_share(config, family, device, split, stages, spans)
-    if by_cost and model.vocab_size is not None:
-        known = before is not None and (before.cost, before.freed) == (cost, freed)
-        if before is not None and known and before.schedule.whole_microbatches == microbatches:
-            schedule = before.schedule
-        else:
-            slices = len(slice_lengths) if by_time else None
-            ordered = _schedule(config, microbatches, cost, slices, freed)
-            schedule = _recomputing(config, ordered)
-    if before is not None and schedule is before.schedule:
-        proof = before.proof
-    else:
-        final = not by_cost or model.vocab_size is not None
-        limit = config.pipeline.memory_limit if final else None
-        proof = _prove(config, schedule, limit, freed)
-    copies_of_experts = dp * parallel.cp * parallel.tp // (parallel.ep * parallel.etp)
+    cost = relative_cost(config, family, work, slice_lengths)
+    of_experts = dp * parallel.cp * parallel.tp // (parallel.ep * parallel.etp)
     layout = Layout(
         dp=dp,
         tp=parallel.tp,
@@ -174,32 +164,50 @@ def _resolve(
         context=context_plans(config, split),
         replicas=replica_policy(
             config.optimizer,
-            most_copies(family, dp * parallel.cp, copies_of_experts),
+            most_copies(family, dp * parallel.cp, of_experts),
             loss_chunk=family.conditions.loss_chunk,
         ),
         schedule=schedule,
-        smaller=_smaller(
-            config, dp, schedule, cost, len(slice_lengths) if by_time else None, freed
-        ),
-        proof=proof,
+        smaller={},
+        proof=_proof(config, schedule, before),
         spans=spans,
-        freed=freed,
+        freed=Fraction(0),
         cost=cost,
         stream=stream,
     )
-    return config, layout
+    slices = len(slice_lengths) if by_time else None
+    if model.vocab_size is None or (freed is None and counts_freed(config)):
+        return config, replace(layout, smaller=_smaller(config, layout, slices, final=False))
+    if freed is not None and counts_freed(config) and len(slice_lengths) == 1:
+        layout = replace(layout, freed=freed(config, layout))
+    if by_cost:
+        known = before is not None and (before.cost, before.freed) == (cost, layout.freed)
+        if before is not None and known and before.schedule.whole_microbatches == microbatches:
+            schedule = before.schedule
+        else:
+            ordered = _schedule(config, microbatches, cost, slices, layout.freed)
+            schedule = _recomputing(config, ordered)
+        layout = replace(layout, schedule=schedule, proof=_proof(config, schedule, before))
+    _check_memory(config, layout.schedule, layout.freed)
+    return config, replace(layout, smaller=_smaller(config, layout, slices, final=True))
 
 
-def _prove(config: Config, schedule: Schedule, limit: float | None, freed: Fraction) -> Report:
-    """Prove that the schedule can be executed, with at most `limit` micro-batches on a rank, of
-    which I frees a share."""
+def counts_freed(config: Config) -> bool:
+    """Whether anything depends on the share of activations that an I frees."""
+    pipeline = config.pipeline
+    if pipeline.memory_limit is not None or pipeline.schedule == "auto":
+        return True
+    return goes_by(pipeline.schedule, "freed")
+
+
+def _proof(config: Config, schedule: Schedule, before: Layout | None) -> Report:
+    """Prove that the schedule can be executed, unless it was before."""
+    if before is not None and schedule is before.schedule:
+        return before.proof
     try:
-        proof = validate(schedule)
+        return validate(schedule)
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={config.pipeline.schedule}: {error}") from None
-    if limit is not None:
-        _check_memory(schedule, limit, freed)
-    return proof
 
 
 def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, int]:
@@ -275,17 +283,19 @@ def _check_ramp(config: Config, ramp: Sequence[int], per_round: int) -> None:
 
 
 def _smaller(
-    config: Config, dp: int, like: Schedule, cost: Cost, slices: int | None, freed: Fraction
+    config: Config, layout: Layout, slices: int | None, *, final: bool
 ) -> dict[int, Schedule]:
-    """Schedules of the batches that lead to the final one, proved; `slices` and `freed` as in
-    :func:`_schedule`."""
-    found = {}
+    """Schedules of the batches that lead to the final one, proved; `slices` as in
+    :func:`_schedule`. Those of a `final` layout keep the limit of memory."""
+    found, like = {}, layout.schedule
     for batch in config.train.batches.sizes[:-1]:
-        microbatches = batch // (config.train.microbatch * dp)
+        microbatches = batch // (config.train.microbatch * layout.dp)
         try:
-            ordered = _schedule(config, microbatches, cost, slices, freed)
+            ordered = _schedule(config, microbatches, layout.cost, slices, layout.freed)
             schedule = _recomputing(config, ordered)
-            _prove(config, schedule, config.pipeline.memory_limit, freed)
+            _proof(config, schedule, None)
+            if final:
+                _check_memory(config, schedule, layout.freed)
         except ConfigError as error:
             raise ConfigError(f"train.batch_ramp: a batch of {batch} samples: {error}") from None
         if schedule.placement != like.placement or schedule.recompute != like.recompute:
@@ -381,7 +391,11 @@ def _recomputing(config: Config, schedule: Schedule) -> Schedule:
     return replace(schedule, recompute=schedule.recompute | stages) if stages else schedule
 
 
-def _check_memory(schedule: Schedule, limit: float, freed: Fraction) -> None:
+def _check_memory(config: Config, schedule: Schedule, freed: Fraction) -> None:
+    """Check that no rank holds more micro-batches than the limit; I frees a share of each."""
+    limit = config.pipeline.memory_limit
+    if limit is None:
+        return
     held = peak_weighted(schedule, freed)
     rank = max(range(len(held)), key=held.__getitem__)
     if held[rank] > limit:

@@ -12,17 +12,17 @@ from megapipe.plan.activation_memory import Activations, peak_activations
 from megapipe.plan.communicators import outside_torch
 from megapipe.plan.memory import COPIES_KEPT, ModelMemory, model_memory
 from megapipe.plan.pace import expected_step
+from megapipe.plan.units import Units
 from megapipe.schedule.timing.simulate import Timeline
 
 
 def process_memory(
-    config: Config, layout: Layout, imbalance: Fraction | None = None
+    units: Units, imbalance: Fraction | None = None
 ) -> list[tuple[ModelMemory, Activations]]:
     """The most that each process along the pipeline axis holds: one if ranks share a process.
     `imbalance` is that of :func:`peak_activations`."""
-    each = [
-        peak_activations(config, layout, rank, imbalance=imbalance) for rank in range(layout.pp)
-    ]
+    config, layout = units.config, units.layout
+    each = [peak_activations(units, rank, imbalance=imbalance) for rank in range(layout.pp)]
     if layout.in_process:
         whole = Activations(sum(a.device for a in each), sum(a.host for a in each))
         return [(model_memory(config, layout, 0), whole)]
@@ -38,9 +38,11 @@ class Demand(NamedTuple):
     """The parts of the largest of them, as text, with those that are elsewhere."""
 
 
-def demand(config: Config, layout: Layout, imbalance: Fraction | None = None) -> Demand:
-    """The memory of a resolved configuration; `imbalance` is that of :func:`peak_activations`."""
-    each = process_memory(config, layout, imbalance)
+def demand(units: Units, imbalance: Fraction | None = None) -> Demand:
+    """Plan the memory of a resolved configuration; `imbalance` is that of
+    :func:`peak_activations`."""
+    config, layout = units.config, units.layout
+    each = process_memory(units, imbalance)
     others = [0] * len(each)
     if layout.device == "cuda":
         others = [outside_torch(config, layout, rank) for rank in range(len(each))]
@@ -76,25 +78,22 @@ def _copies(config: Config, layout: Layout) -> int:
     return COPIES_KEPT * (1 if layout.world <= config.parallel.per_node else 2)
 
 
-def memory_lines(
-    config: Config, layout: Layout, speeds: Speeds, imbalance: Fraction | None = None
-) -> list[str]:
+def memory_lines(units: Units, speeds: Speeds, imbalance: Fraction | None = None) -> list[str]:
     """Lines of the plan: bytes of the process that holds most, of all, and whether they fit; and
     for how many rows of experts that is, if it can be others."""
-    totals, text = demand(config, layout, imbalance)
+    totals, text = demand(units, imbalance)
     most = max(totals)
     ranks = f" ({', '.join(map(size_text, totals))} by pipeline rank)" if len(totals) > 1 else ""
     return [
         f"memory        at most, per process: {text}",
         f"total         {size_text(most)}{ranks}; {_fits(most, speeds)}",
-        *_row_lines(config, layout, most, imbalance),
+        *_row_lines(units, most, imbalance),
     ]
 
 
-def _row_lines(
-    config: Config, layout: Layout, most: int, imbalance: Fraction | None
-) -> Iterator[str]:
+def _row_lines(units: Units, most: int, imbalance: Fraction | None) -> Iterator[str]:
     """A line about the rows of experts with which so many bytes are the most."""
+    config = units.config
     if imbalance is None and config.model.moe.capacity is None:
         if not why_as_many(config):
             yield (
@@ -102,7 +101,7 @@ def _row_lines(
                 "rank with 1.5 times as many"
             )
         return
-    even = max(demand(config, layout, Fraction(1)).totals)
+    even = max(demand(units, Fraction(1)).totals)
     if imbalance is not None:
         rows = f"{float(imbalance):g} times the mean of all ranks, for the experts of one"
     elif even == most:

@@ -27,6 +27,7 @@ from megapipe.plan.demand import memory_lines, pace_lines, size_text
 from megapipe.plan.migration_traffic import migration_traffic
 from megapipe.plan.pace import expected
 from megapipe.plan.traffic import OF_COPIES, Exchange, pipeline_messages, step_traffic
+from megapipe.plan.units import Units
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
@@ -63,7 +64,7 @@ def report(config: Config, layout: Layout, imbalance: Fraction | None = None) ->
         _model_lines(layout),
         [
             *_run_lines(config, layout, speeds),
-            *memory_lines(config, layout, speeds, imbalance),
+            *memory_lines(Units(config, layout), speeds, imbalance),
             *_message_lines(config, layout),
             *pace_lines(config, layout, speeds, timeline),
         ],

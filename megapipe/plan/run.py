@@ -38,8 +38,9 @@ from megapipe.ops.documents import Documents
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.storages import LiveStorages
 from megapipe.plan.kernels import STAND_INS, planned_kernels
-from megapipe.plan.segments import Part, Passes, Segment, Short, shortened, units_of
+from megapipe.plan.segments import Measured, Part, Segment, Short, Slice, shortened, units_of
 from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
+from megapipe.plan.units import part_of
 
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _META = torch.device("meta")
@@ -64,17 +65,33 @@ def measure(
 ) -> list[Unit]:
     """Run a stage on one micro-batch, one unit for each slice of its sequences.
 
-    `rows` samples, by default a whole micro-batch. `at`: the rank that runs it, by default the
-    first that has the stage. `kernels`: by default those of a CPU. The experts of this
+    `rows` samples, by default a whole micro-batch. `at`: the rank of a pipeline index that runs it,
+    by default the first. `kernels`: by default those of a CPU. The experts of this
     rank get `imbalance` times the mean rows of a rank. Without `shorten` all of its layers run.
     """
-    at = at or Coordinates(layout.schedule.placement.table[0][stage] % _grid(layout).pp, 0, 0, 0)
-    part = Part(layout.stage_layers[stage], layout.spans[stage], stage in layout.schedule.recompute)
+    part = part_of(layout, stage)
     kinds = [layout.model.kind(layer) for layer in range(layout.model.layers)]
     short = shortened(part, kinds) if shorten else Short(part, ())
     rows = rows or config.train.microbatch
-    run = _Run(config, layout, short.part, rows, at, kernels, imbalance)
-    return units_of(run.passes(), short, run.gradients())
+    return units_of(
+        run_part(config, layout, short.part, rows, at=at, kernels=kernels, imbalance=imbalance),
+        short,
+    )
+
+
+def run_part(
+    config: Config,
+    layout: Layout,
+    part: Part,
+    rows: int,
+    *,
+    at: Coordinates | None = None,
+    kernels: Kernels | None = None,
+    imbalance: Fraction | None = None,
+) -> Measured:
+    """Run a part of a stage as :func:`measure` runs a stage."""
+    at = at or Coordinates(0, 0, 0, 0)
+    return _Run(config, layout, part, rows, at, kernels, imbalance).measured()
 
 
 class _Trace(LiveStorages):
@@ -181,19 +198,20 @@ class _Run:
         self.trace = _Trace(layout.device, self.stage.cached_bytes)
         self._mark_layers()
 
-    def passes(self) -> list[Passes]:
+    def measured(self) -> Measured:
         """Run it three times: once for what stays, such as tables of positions."""
         with _META:
             self._walk()
             self.trace.know(_lasting(self.module))
             split, fused = self._walk(), self._walk(fused=True)
-        return [{**own, "B": other["B"]} for own, other in zip(split, fused, strict=True)]
-
-    def gradients(self) -> list[int]:
-        """Bytes of the gradient that each slice receives."""
         lengths = self.layout.local_lengths
         shapes = (self._message(self.part.spec, n, gradient=True) for n in lengths)
-        return [sum(prod(size) * kind.itemsize for size, kind in each) for each in shapes]
+        sizes = (sum(prod(size) * kind.itemsize for size, kind in each) for each in shapes)
+        found = (
+            Slice(passes={**own, "B": other["B"]}, gradient=gradient)
+            for own, other, gradient in zip(split, fused, sizes, strict=True)
+        )
+        return Measured(slices=tuple(found))
 
     def _mark_layers(self) -> None:
         """Tell the trace which weights and main gradients are of which layer."""
@@ -319,8 +337,9 @@ class _Run:
 
 
 def _grid(layout: Layout) -> Grid:
+    """The ranks of a pipeline index."""
     return Grid(
-        pp=1 if layout.in_process else layout.pp,
+        pp=1,
         dp=layout.dp,
         cp=layout.cp,
         tp=layout.tp,

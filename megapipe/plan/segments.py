@@ -42,8 +42,26 @@ class Segment(BaseModel):
     calls: tuple[Kernel | Transfer, ...]
 
 
-Passes = Mapping[Operation, Sequence[Segment]]
-"""Segments of each operation of a slice."""
+class Slice(BaseModel):
+    """What is measured of one slice of sequences, or of whole ones."""
+
+    model_config = ConfigDict(frozen=True)
+
+    passes: Mapping[Operation, tuple[Segment, ...]]
+    """Segments of each operation."""
+    gradient: int
+    """Bytes of the gradient that it receives."""
+
+
+class Measured(BaseModel):
+    """What is measured of a part of a model."""
+
+    model_config = ConfigDict(frozen=True)
+
+    slices: tuple[Slice, ...]
+
+
+_Passes = Mapping[Operation, Sequence[Segment]]
 
 
 class Part(NamedTuple):
@@ -146,22 +164,22 @@ def _spans(kept: Sequence[_Together]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def units_of(slices: Sequence[Passes], short: Short, gradient: Sequence[int]) -> list[Unit]:
-    """Add up the segments of each slice of a part; `gradient`: bytes of the gradient that each
-    receives."""
+def units_of(measured: Measured, short: Short) -> list[Unit]:
+    """Add up the segments of each slice of a part."""
     whole = [
-        {what: tuple(short.expand(segments)) for what, segments in passes.items()}
-        for passes in slices
+        {what: tuple(short.expand(segments)) for what, segments in each.passes.items()}
+        for each in measured.slices
     ]
+    gradients = [each.gradient for each in measured.slices]
     cached = list(accumulate(_sum(passes["F"], "cached") for passes in whole))
     freed = accumulate((_sum(passes["I"], "cached") for passes in whole[:0:-1]), initial=0)
     after = [0, *(cached[-1] + change for change in [*freed][:0:-1])]
     return [
-        _unit(*each) for each in zip(whole, gradient, zip(cached, after, strict=True), strict=True)
+        _unit(*each) for each in zip(whole, gradients, zip(cached, after, strict=True), strict=True)
     ]
 
 
-def _unit(passes: Passes, gradient: int, cached: tuple[int, int]) -> Unit:
+def _unit(passes: _Passes, gradient: int, cached: tuple[int, int]) -> Unit:
     """Make a unit without what stays after W until the step ends: figures of routing, losses."""
     kept = _sum(passes["F"], "device") - _sum(passes["F"], "cached")
     held = kept + _sum(passes.get("R", ()), "device")

@@ -43,11 +43,11 @@ def load(spec: str, *, ranks: int, microbatches: int, **options: Any) -> Schedul
     return schedule
 
 
-def goes_by_cost(spec: str) -> bool:
-    """Whether the schedule that :func:`load` returns for `spec` may depend on the `cost` option; a
-    function of the user's may use it."""
+def goes_by(spec: str, option: str) -> bool:
+    """Whether the schedule that :func:`load` returns for `spec` may depend on an option that it
+    offers unasked, as `cost`; a user-defined function may use it."""
     if spec in names() or spec in aliases():
-        return "cost" in accepts(spec)
+        return option in accepts(spec)
     return is_own(spec) and not spec.endswith(".csv")
 
 

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,15 +33,18 @@ from megapipe.layout.dispatch import on_nodes
 from megapipe.layout.expert_checks import check_imbalance
 from megapipe.layout.expert_copies import check_pool
 from megapipe.layout.fallbacks import check_fewest, check_layouts
-from megapipe.layout.layout import DeviceKind
+from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import newest_config, package_hash
+from megapipe.plan.freed import freed_share
 from megapipe.plan.report import report as plan_report
 from megapipe.watch.journal import Journal, text
 from megapipe.watch.rank import WATCHED_S, Watch
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from megapipe.train.callbacks.callback import Callback
 
 
@@ -71,7 +75,8 @@ def start(
         )
     world = None if command.dry_run and not info.launched else info.world
     given = on_nodes(command.config, info.local_world) if info.launched else command.config
-    config, layout = resolve(given, world, None, where=command.where)
+    freed = None if info.launched and not command.dry_run else freed_share
+    config, layout = resolve(given, world, None, where=command.where, freed=freed)
     check_layouts(given, layout.world, where=command.where)
     if info.options is not None:
         check_fewest(given, nodes_of(info.options), info.local_world, where=command.where)
@@ -84,7 +89,12 @@ def start(
             if config.model.vocab_size is None:
                 vocabulary = load_tokenizer(name).vocab_size
                 config, layout = resolve(
-                    config, world, vocabulary, where=command.where, before=layout
+                    config,
+                    world,
+                    vocabulary,
+                    where=command.where,
+                    before=layout,
+                    freed=freed_share,
                 )
             with phase("working out the plan"):
                 plan = plan_report(config, layout, command.imbalance)
@@ -144,7 +154,13 @@ def start(
         device, backend = devices.choose(config.parallel, info, store)
         kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
         config, layout = resolve(
-            config, world, tokenizer.vocab_size, where=command.where, device=kind, before=layout
+            config,
+            world,
+            tokenizer.vocab_size,
+            where=command.where,
+            device=kind,
+            before=layout,
+            freed=partial(_agreed_freed, store, info, timeout),
         )
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -213,6 +229,16 @@ def start(
         if watch is not None:
             watch.close()
         ending.cleanup()  # after the peers know: an upload may take its time
+
+
+def _agreed_freed(
+    store: Store, info: LaunchInfo, timeout_s: float, config: Config, layout: Layout
+) -> Fraction:
+    """The share that rank 0 measures."""
+    name = "the run of stages without values"
+    measure = partial(freed_share, config, layout)
+    text = rendezvous.of_rank_0(store, info.rank, name, lambda: str(measure()), timeout_s)
+    return Fraction(text)
 
 
 def _resume_hint(folder: Path, reached: int, info: LaunchInfo) -> str:

@@ -10,6 +10,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.demand import memory_lines
 from megapipe.plan.pace import expected
+from megapipe.plan.units import Units
 from megapipe.schedule.timing.simulate import simulate
 from tests.parity.families import count
 from tests.parity.marks import in_parts
@@ -103,7 +104,7 @@ def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
         config, layout = resolve(parse([str(path)]).config, processes, None)
         speeds = Speeds.of(config)
         assert speeds.memory_gb == memory_gb
-        _, total, *_ = memory_lines(config, layout, speeds)
+        _, total, *_ = memory_lines(Units(config, layout), speeds)
         assert f"; fits in {memory_gb} GB" in total
         if not path.stem.startswith("quickstart"):
             assert speeds.tflops is not None

@@ -16,6 +16,7 @@ from megapipe.distributed.collectives import all_gather, all_reduce
 from megapipe.distributed.mesh import Grid
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.memory import model_memory
+from megapipe.plan.units import Units
 from megapipe.train.step import TrainStep
 from tests.parity.group_order import check_all_are_made, groups_made
 from tests.parity.marks import in_parts, one_of
@@ -226,7 +227,7 @@ def test_a_process_on_meta_allocates_what_the_formulas_say(
         giant = scale.run_giant(config, layout, rank)
         memory = model_memory(config, layout, index)
         assert giant.lasting == memory.lasting
-        activations = peak_activations(config, layout, index).device
+        activations = peak_activations(Units(config, layout), index).device
         assert memory.lasting + activations <= giant.peak
         assert giant.peak <= 1.05 * (memory.total + activations)
         assert giant.seen == scale.expected(config, layout, rank)

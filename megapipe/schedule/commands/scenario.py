@@ -15,7 +15,7 @@ from megapipe.schedule.cost import Cost, Time, equal_buckets
 from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import accepts, aliases, names
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.load import goes_by_cost, is_own, load
+from megapipe.schedule.load import goes_by, is_own, load
 from megapipe.schedule.memory import Amount, peak_weighted
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.streams.load import load_stream
@@ -137,7 +137,7 @@ class Scenario:
         start = time.perf_counter()
         schedule = load(name, **hints)
         costs_given = self.costs or self.stage_costs or self.bandwidth or self.planned
-        if costs_given and goes_by_cost(name):  # they are those of stages, so of its placement
+        if costs_given and goes_by(name, "cost"):  # they are those of stages, so of its placement
             cost = self.cost(schedule.placement)
             del schedule  # as large as the next one
             start = time.perf_counter()

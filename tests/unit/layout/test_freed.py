@@ -15,6 +15,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
 from megapipe.model.gpt.saved import Sizes, stage_held
 from megapipe.plan.activation_memory import peak_activations
+from megapipe.plan.units import Units
 from megapipe.schedule.generators import build
 from megapipe.schedule.memory import peak_held, peak_weighted
 
@@ -56,8 +57,8 @@ def test_orders_within_a_limit_use_what_is_free(name: str) -> None:
     assert max(peak_weighted(layout.schedule, layout.freed)) <= 4 < max(peak_held(layout.schedule))
     alone = configure("pipeline.schedule=1f1b", SCORES, "train.global_batch=1")
     for rank in range(4):
-        most = peak_activations(config, layout, rank, inside=False).device
-        assert most <= 4 * peak_activations(*alone, rank, inside=False).device
+        most = peak_activations(Units(config, layout), rank, inside=False).device
+        assert most <= 4 * peak_activations(Units(*alone), rank, inside=False).device
 
     _, fused = configure(key, "pipeline.memory_limit=4")
     assert fused.freed == 0, "the embedding's gradients wait, and scores are not kept"

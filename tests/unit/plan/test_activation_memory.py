@@ -11,6 +11,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.saved import Held, Sizes, cache_bytes, cache_gradients, stage_held
 from megapipe.model.gpt.workspace import peaks
 from megapipe.plan.activation_memory import peak_activations
+from megapipe.plan.units import Units
 
 SMALL = (
     "model.layers=4",
@@ -43,7 +44,7 @@ def test_micro_batches_between_f_and_i_and_between_i_and_w(
     keys = ("parallel.pp=3", "pipeline.layout=E L | L | L*2 H", f"pipeline.schedule={schedule}")
     config, layout = configure(*keys)
     each = of_stage(config, layout, rank, Sizes(256, 4))
-    found = peak_activations(config, layout, rank, inside=False)
+    found = peak_activations(Units(config, layout), rank, inside=False)
     assert found == (forwards * each.device + queued * each.queued, 0)
 
 
@@ -52,8 +53,8 @@ def test_a_stage_that_is_run_again_holds_inputs_a_graph_and_a_gradient() -> None
     keys = ("parallel.pp=2", "pipeline.layout=E L*2 | L*2 H", "activations.policy=stage")
     config, layout = configure(*keys)
     first, last = (of_stage(config, layout, stage, Sizes(256, 4)) for stage in (0, 1))
-    assert peak_activations(config, layout, 0, inside=False) == (first.device + MESSAGE, 0)
-    assert peak_activations(config, layout, 1, inside=False) == (last.device, 0)
+    assert peak_activations(Units(config, layout), 0, inside=False) == (first.device + MESSAGE, 0)
+    assert peak_activations(Units(config, layout), 1, inside=False) == (last.device, 0)
 
 
 def test_blocks_that_are_run_again_peak_when_their_weight_gradients_wait() -> None:
@@ -63,7 +64,7 @@ def test_blocks_that_are_run_again_peak_when_their_weight_gradients_wait() -> No
         config, layout = configure(*keys, f"pipeline.schedule={schedule}")
         each = of_stage(config, layout, 0, Sizes(256, 4))
         assert each.device < each.queued
-        assert peak_activations(config, layout, 0, inside=False) == (
+        assert peak_activations(Units(config, layout), 0, inside=False) == (
             each.queued if split else each.device,
             0,
         )
@@ -73,7 +74,10 @@ def test_what_waits_in_host_memory_is_apart() -> None:
     config, layout = configure("activations.offload=[norm]", "parallel.pp=2")
     each = of_stage(config, layout, 0, Sizes(256, 4))
     assert each.host > 0
-    assert peak_activations(config, layout, 0, inside=False) == (2 * each.device, 2 * each.host)
+    assert peak_activations(Units(config, layout), 0, inside=False) == (
+        2 * each.device,
+        2 * each.host,
+    )
 
 
 @pytest.mark.parametrize("policy", ["keep", "full"])
@@ -93,7 +97,7 @@ def test_slices_of_two_micro_batches_on_the_first_of_two_ranks(policy: str) -> N
         2 * head.device + tail.device + 2 * cached + gradients,  # the next one's second F
         head.device + tail.device + cached,  # the first slice's B: no cache
     ]
-    assert peak_activations(config, layout, 0, inside=False) == (max(moments), 0)
+    assert peak_activations(Units(config, layout), 0, inside=False) == (max(moments), 0)
 
 
 @pytest.mark.parametrize("policy", ["keep", "full", "stage"])
@@ -104,7 +108,7 @@ def test_the_peak_is_within_an_operation_while_others_wait(policy: str) -> None:
     spec, spans, again = layout.stage_layers[0], layout.spans[0], policy == "stage"
     within = peaks(config.model, spec, spans, Sizes(256, 4), most_tokens=256, again=again)
     waiting = 0 if again else of_stage(config, layout, 0, Sizes(256, 4)).device
-    found = peak_activations(config, layout, 0)
+    found = peak_activations(Units(config, layout), 0)
     assert found.device == waiting + max(within.F, within.B)
     assert of_stage(config, layout, 0, Sizes(256, 4)).device < within.B
 
@@ -116,5 +120,5 @@ def test_the_peak_while_weight_gradients_wait() -> None:
     within = peaks(
         config.model, layout.stage_layers[0], layout.spans[0], Sizes(256, 4), most_tokens=256
     )
-    assert peak_activations(config, layout, 0).device == within.I
+    assert peak_activations(Units(config, layout), 0).device == within.I
     assert of_stage(config, layout, 0, Sizes(256, 4)).queued < within.I

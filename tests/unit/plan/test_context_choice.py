@@ -24,6 +24,7 @@ from megapipe.plan.context_choice import Cost, cost_of, costs
 from megapipe.plan.context_memory import attention_workspace
 from megapipe.plan.demand import size_text
 from megapipe.plan.report import report
+from megapipe.plan.units import Units
 from megapipe.schedule.memory import peak_held
 
 ROOT = Path(__file__).parents[3]
@@ -242,9 +243,9 @@ def test_memory_of_the_page() -> None:
     kept = layout.local_length * (2 * 2 * given.model.hidden + 4 * given.model.heads)
     pieces = max(peak_held(layout.schedule)) * layout.chunks
     held = int(pieces) * 8 * kept
-    most = peak_activations(given, layout, 0)
+    most = peak_activations(Units(given, layout), 0)
     workspace = attention_workspace(layout, 1, layout.local_length)
-    assert peak_activations(given, layout, 0, inside=False).device == held
+    assert peak_activations(Units(given, layout), 0, inside=False).device == held
     for words in (
         f"at most {pieces} pieces of 8 layers, {size_text(8 * kept)} each: {size_text(held)}",
         f"The other {size_text(most.device - held)} are",

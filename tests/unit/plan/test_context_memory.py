@@ -19,6 +19,7 @@ from megapipe.ops.block_attention import CpuFlash
 from megapipe.ops.documents import Documents, Runs
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.context_memory import attention_workspace, packs_documents
+from megapipe.plan.units import Units
 
 LENGTH, HEADS, GROUPS, D = 256, 4, 2, 8
 KEYS = (
@@ -115,5 +116,5 @@ def test_where_it_counts() -> None:
         ("data.document_mask=false",),
     ):
         assert not packs_documents(*resolved(masked, "parallel.cp=2", *keys, world=2))
-    most = peak_activations(config, layout, 0).device
-    assert most > peak_activations(*resolved("parallel.cp=2", world=2), 0).device
+    most = peak_activations(Units(config, layout), 0).device
+    assert most > peak_activations(Units(*resolved("parallel.cp=2", world=2)), 0).device

@@ -27,6 +27,7 @@ from megapipe.plan.expert_choice import Cost, costs
 from megapipe.plan.expert_commands import main, simulate
 from megapipe.plan.pace import exchanged
 from megapipe.plan.report import report
+from megapipe.plan.units import Units
 from megapipe.schedule.layer.search import fastest, in_turns
 from megapipe.schedule.layer.tasks import Step, chunked
 from tests.parity.marks import in_parts
@@ -385,7 +386,7 @@ def test_choices_of_the_page_rest_on_what_is_printed(
     best = min(rows, key=lambda each: each["seconds_F"] + each["seconds_I"])
     config, layout = resolve(parse(given).config, None, None)
     assert row[1:] == [
-        size_text(max(demand(config, layout).totals)),
+        size_text(max(demand(Units(config, layout)).totals)),
         f"{size_text(whole['within'])}, {size_text(whole['between'])}",
         ms(whole),
         f"`{best['dispatch']}` in {best['chunks']}: {ms(best)}",

@@ -17,6 +17,7 @@ from megapipe.plan.memory import model_memory
 from megapipe.plan.pace import expected, timed_cost
 from megapipe.plan.report import report
 from megapipe.plan.traffic import step_traffic
+from megapipe.plan.units import Units
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.timing.simulate import simulate
 from tests.parity.families import token_flops
@@ -202,7 +203,8 @@ def test_the_device_of_this_machine_is_planned_for(monkeypatch: pytest.MonkeyPat
 def test_fits() -> None:
     config, layout = plan("parallel.pp=2", "log.device_gb=1")
     each = [
-        model_memory(config, layout, rank).total + peak_activations(config, layout, rank).device
+        model_memory(config, layout, rank).total
+        + peak_activations(Units(config, layout), rank).device
         for rank in range(2)
     ]
     shown = [f"{size / 1e6:.3g} MB" for size in each]

@@ -24,6 +24,7 @@ from megapipe.plan.demand import size_text
 from megapipe.plan.memory import model_memory
 from megapipe.plan.report import held_by_process, report
 from megapipe.plan.traffic import by_axis, step_traffic
+from megapipe.plan.units import Units
 from megapipe.schedule.channels import channels
 from megapipe.schedule.commands import main as schedule_command
 from megapipe.schedule.generators import build
@@ -149,7 +150,7 @@ def test_memory_and_wire_are_of_the_process_with_most() -> None:
     config, layout, text = plan(*UNEVEN, *keys)
     most = max(held_by_process(config, layout, layout.schedule))  # no padding: even, and dp is 2
     states = most // 2 * (4 + 4 + 4)
-    activations = max(peak_activations(config, layout, rank).device for rank in range(2))
+    activations = max(peak_activations(Units(config, layout), rank).device for rank in range(2))
     assert (
         f"at most, per process: parameters {2 * most / 1e6:.3g} MB, gradients {4 * most / 1e6:.3g} "
         f"MB, optimizer state {states / 1e6:.3g} MB, more during a step "
@@ -378,9 +379,11 @@ def test_rows_of_experts_that_memory_is_for() -> None:
         "\nrows          2.5 times the mean of all ranks, for the experts of one; with experts "
         f"chosen evenly {total_of(even)} in total\n"
     ) in more
-    by_hand = peak_activations(config, layout, 0, imbalance=Fraction(5, 2)).device
-    fewer = peak_activations(config, layout, 0).device
-    assert by_hand > fewer == peak_activations(config, layout, 0, imbalance=Fraction(1)).device
+    by_hand = peak_activations(Units(config, layout), 0, imbalance=Fraction(5, 2)).device
+    fewer = peak_activations(Units(config, layout), 0).device
+    assert (
+        by_hand > fewer == peak_activations(Units(config, layout), 0, imbalance=Fraction(1)).device
+    )
     assert f"activations {size_text(by_hand)}" in more
     limited = plan(*EXPERTS, "model.moe.capacity=2")[2]
     assert "\nrows          as many as experts have places for; with experts chosen" in limited

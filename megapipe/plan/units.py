@@ -1,0 +1,151 @@
+"""Units of the stages of a layout, from the cache or measured. Torch is loaded to measure only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import megapipe
+from megapipe.command_line import phase
+from megapipe.config import Config
+from megapipe.distributed.grid import Coordinates
+from megapipe.layout.layout import Layout
+from megapipe.plan.cache import Cache
+from megapipe.plan.segments import Measured, Part, shortened, units_of
+from megapipe.plan.unit import Unit
+from megapipe.user_code import is_user_code
+
+SECTIONS = ("model", "lora", "kernels", "experts", "context")
+"""Sections of the configuration by which stages differ; of others :func:`_others` has the keys."""
+
+
+class Units:
+    """What a micro-batch costs at each stage of a layout."""
+
+    def __init__(self, config: Config, layout: Layout, cache: Cache | None = None) -> None:
+        self.config, self.layout = config, layout
+        self._cache = cache or Cache()
+        self._measured: dict[str, Measured] = {}
+        self._units: dict[tuple[int, int | None, Fraction | None], list[Unit]] = {}
+        self._place: int | None = None
+
+    def of(
+        self, stage: int, *, rows: int | None = None, imbalance: Fraction | None = None
+    ) -> list[Unit]:
+        """Units of a stage, one for each slice of its sequences, on a rank that takes most of
+        those with parts of the same ones.
+
+        `rows` samples, by default a whole micro-batch. The experts of the rank get `imbalance`
+        times the mean rows of a rank.
+        """
+        key = stage, rows, imbalance
+        if key not in self._units:
+            part = part_of(self.layout, stage)
+            self._units[key] = self._measure(part, self._index(part), rows, imbalance)
+        return self._units[key]
+
+    def _index(self, part: Part) -> int:
+        """Choose a rank of a ring: the one that takes most for a single layer."""
+        ring = self.layout.split.ring
+        if self._place is None:
+            layers, alone = part.spec.layers[:1], part.spans[:1]
+            if ring == 1 or not layers:
+                return 0
+            one = part._replace(
+                spec=type(part.spec)(False, layers, False),
+                spans=[alone[0]._replace(blocks=1)],
+            )
+            places = [self.layout.split.index(i, 0) for i in range(ring)]
+            taken = {at: self._measure(one, at, None, None) for at in places}
+            self._place = max(
+                places, key=lambda at: sum(sum(unit.peaks.values()) for unit in taken[at])
+            )
+        return self._place
+
+    def _measure(
+        self, part: Part, index: int, rows: int | None, imbalance: Fraction | None
+    ) -> list[Unit]:
+        config, layout = self.config, self.layout
+        kinds = [layout.model.kind(layer) for layer in range(layout.model.layers)]
+        short = shortened(part, kinds)
+        rows = rows or config.train.microbatch
+        key = _key(config, layout, short.part, rows, index, imbalance)
+
+        def run() -> Measured:
+            with phase("running stages without values"):
+                from megapipe.plan.run import run_part
+
+                at = Coordinates(0, 0, index, 0)
+                return run_part(config, layout, short.part, rows, at=at, imbalance=imbalance)
+
+        if key not in self._measured:
+            kept = Cache([]) if _has_user_code(config) else self._cache
+            self._measured[key] = kept.get(key, Measured, run)
+        return units_of(self._measured[key], short)
+
+
+def part_of(layout: Layout, stage: int) -> Part:
+    """Return the units of the model that a stage of a layout has."""
+    spec, spans = layout.stage_layers[stage], layout.spans[stage]
+    return Part(spec, spans, stage in layout.schedule.recompute)
+
+
+def _has_user_code(config: Config) -> bool:
+    """Whether what a stage does is in files that no key tells of."""
+    given = (config.model.source, config.train.loss, config.context.plan)
+    return any(each is not None and is_user_code(each) for each in given)
+
+
+def _key(
+    config: Config,
+    layout: Layout,
+    part: Part,
+    rows: int,
+    index: int,
+    imbalance: Fraction | None,
+) -> str:
+    everything = {
+        "torch": version("torch"),
+        "program": _program(),
+        "device": layout.device,
+        "sections": config.model_dump(mode="json", include=set(SECTIONS)),
+        **_others(config, layout),
+        "part": [repr(part.spec), *map(_sorted, part.spans), part.recompute],
+        "piece": [rows, index, str(imbalance)],
+    }
+    text = json.dumps(everything, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _sorted(span: Any) -> str:
+    """Text of a span that is the same in every process."""
+    policy = span.policy
+    names = (sorted(policy.recompute), sorted(policy.offload), policy.keeps_attention)
+    return f"{span.blocks} {names}"
+
+
+def _others(config: Config, layout: Layout) -> Mapping[str, Any]:
+    """Keys of other sections, and sizes of the layout, by which stages differ."""
+    parallel, train = config.parallel, config.train
+    return {
+        "documents": config.data.masks_documents,
+        "train": [train.sequence_length, train.loss],
+        "parallel": [parallel.sequence_parallel, parallel.backend],
+        "sizes": [layout.tp, layout.cp, layout.ep, layout.etp, layout.node, layout.dp],
+        "lengths": layout.local_lengths,
+        "passes on": [layout.sends_tuples, layout.loss_chunk],
+    }
+
+
+@cache
+def _program() -> str:
+    """Text that is another one where a file of the package is."""
+    root = Path(megapipe.__file__).parent
+    files = ((path, path.stat()) for path in sorted(root.rglob("*.py")))
+    return str([(str(path.relative_to(root)), s.st_size, s.st_mtime_ns) for path, s in files])
