@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
@@ -88,82 +87,6 @@ class Repeated(NamedTuple):
     """Layers that are run again together."""
     stage: bool
     """Whole stages are run again instead."""
-
-
-class Dispatched(NamedTuple):
-    """How tokens get to experts on other ranks (``experts``)."""
-
-    form: str = "all_to_all"
-    node: int | None = None
-    """Ranks of a node, where rows travel within nodes and then between them."""
-    chunks: int = 1
-    slots: int = 0
-    """Copies of experts that a rank may have, which are a chunk of their own."""
-    fetched: tuple[int, int] = (1, 1)
-    """Ranks that experts are fetched from, where they travel instead of rows: ep, etp."""
-    codec: str = "none"
-    """Of rows on their way."""
-    padded: int | None = None
-    """Positions of whole sequences, where there is room for all rows of these that there can be."""
-
-
-class Sizes(NamedTuple):
-    """A piece of a micro-batch on one tensor-parallel rank."""
-
-    sequence: int
-    """Positions of its sequences, or of its slice of them."""
-    rows: int
-    tp: int = 1
-    sequence_parallel: bool = False
-    cuda: bool = False
-    before: int | None = None
-    """Positions of the slices before it; None for whole sequences."""
-    cp: int = 1
-    """Ranks over which the sequence is split; `sequence` are the positions of one."""
-    ep: int = 1
-    etp: int = 1
-    """Ranks that experts are split over, and where rows travel to: ep x etp."""
-    dispatch: Dispatched = Dispatched()
-    ulysses: int = 1
-    """Those of them that split heads while they attend."""
-    imbalance: Fraction | None = None
-    """Rows that its experts get by those of a rank where all are chosen evenly; None: as many as
-    their capacity allows, without one as many as there."""
-    exchanging: tuple[int, int] = (0, 0)
-    """The most bytes at once in a layer's attention, forward and backward, where positions are
-    split, besides inputs, output, LSE and gradients."""
-
-    @property
-    def attended(self) -> int:
-        """Positions whose keys and values the last token attends to, from the first one on."""
-        return self.sequence + (self.before or 0)
-
-
-class Held(NamedTuple):
-    """Bytes that a stage holds for one piece between operations."""
-
-    device: int
-    """From F to I, on the device."""
-    host: int
-    """From F to I, in host memory."""
-    queued: int
-    """From I to W, on the device, with the weight gradients that wait."""
-    results: int = 0
-    """From F to R or I, on the device, where the stage is run again as a whole but does not attend
-    again: beside its input."""
-
-
-class Peaks(NamedTuple):
-    """The most bytes that one piece takes at a stage, on the device, within each operation.
-
-    Incoming and outgoing messages are counted. In B no weight gradient waits.
-    """
-
-    F: int
-    R: int
-    I: int  # noqa: E741
-    B: int
-    W: int
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
@@ -381,21 +304,6 @@ class Family(ABC):
         raise NotImplementedError(f"{self.name} does not support slices")
 
     # what it holds and sends
-
-    @abstractmethod
-    def held(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes) -> Held:
-        """Bytes that a stage holds for one piece."""
-
-    def peaks(
-        self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool
-    ) -> Peaks | None:
-        """The most bytes within each operation; None if only those between operations are known."""
-        return None
-
-    def cached(self, stage: StageSpec, sizes: Sizes) -> tuple[int, int]:
-        """Bytes of keys and values that the slices of a micro-batch share at a stage, and of the
-        gradients that the I of one slice, of `sizes`, leaves to the slice before it."""
-        raise NotImplementedError(f"{self.name} does not support slices")
 
     @abstractmethod
     def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:

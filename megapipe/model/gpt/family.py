@@ -30,10 +30,7 @@ from megapipe.model.interface import (
     Conditions,
     Family,
     Feature,
-    Held,
-    Peaks,
     Repeated,
-    Sizes,
     TensorShape,
     TensorTraffic,
     TokenTraffic,
@@ -202,34 +199,6 @@ class GPT(Family):
 
     def causal_flops(self, length: int) -> int:
         return causal_flops(self.model, length)
-
-    def held(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes) -> Held:
-        from megapipe.model.gpt import saved
-
-        given = self.conditions
-        return saved.stage_held(
-            self.model, stage, spans, sizes, loss_chunk=given.loss_chunk, lora=given.lora
-        )
-
-    def peaks(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes, *, again: bool) -> Peaks:
-        """Those of a run that trains all weights, also where adapters are trained: with few targets
-        an operation then takes less, beside every layer up to a fifth more in a small model. Beside
-        experts I takes up to a third less, and W more than half, as no rows wait for it."""
-        from megapipe.model.gpt import workspace
-
-        most = self.conditions.loss_chunk
-        return workspace.peaks(self.model, stage, spans, sizes, most_tokens=most, again=again)
-
-    def cached(self, stage: StageSpec, sizes: Sizes) -> tuple[int, int]:
-        from megapipe.model.gpt import saved
-
-        blocks = len(stage.layers)
-        given = self.conditions
-        whole = sizes._replace(sequence=given.sequence_length // given.cp, before=None)
-        return (
-            saved.cache_bytes(self.model, blocks, whole),
-            saved.cache_gradients(self.model, blocks, sizes),
-        )
 
     def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         """Hidden states [s(/tp), b, h]."""

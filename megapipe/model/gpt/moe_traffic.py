@@ -9,9 +9,11 @@ from megapipe.layers.moe_specs import padded_rows, wire_bytes
 from megapipe.layers.policy import Span
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe import mixture_parameters, routing_of
-from megapipe.model.gpt.moe_memory import CHOICE, COUNT, high_bytes
 from megapipe.model.interface import Among, Collective, Conditions, TokenTraffic
 from megapipe.model.partition import StageSpec
+
+_CHOICE, _COUNT = 2, 8
+"""Bytes of a choice (int16), and of a count (int64)."""
 
 
 def routing_traffic(
@@ -24,7 +26,7 @@ def routing_traffic(
     """
     moe = model.moe
     layers = sum(map(moe.has_experts, stage.layers))
-    counts = sum(map(moe.experts_of, stage.layers)) * COUNT
+    counts = sum(map(moe.experts_of, stage.layers)) * _COUNT
     if moe.balance_scope != "step":
         scopes = rows if moe.balance_scope == "sequence" else 1
         yield TokenTraffic("sequence", "all_reduce", "routing", layers, scopes * counts)
@@ -33,9 +35,9 @@ def routing_traffic(
     if moe.capacity is None:
         return
     choices = layers * rows * length * moe.top_k
-    yield TokenTraffic("sequence", "all_gather", "routing", layers, choices * CHOICE)
+    yield TokenTraffic("sequence", "all_gather", "routing", layers, choices * _CHOICE)
     if moe.drop == "score":
-        size = choices * high_bytes(model)
+        size = choices * max(DTYPE_BYTES[model.dtype], 4)
         yield TokenTraffic("sequence", "all_gather", "routing", layers, size)
 
 
@@ -67,10 +69,10 @@ def rows_traffic(
         return given.etp * sum(padded_rows(routing_of(moe, layer), *sizes) for layer in layers)
 
     row = wire_bytes(given.codec, model.hidden, DTYPE_BYTES[model.dtype])
-    weight = high_bytes(model)
+    weight = max(DTYPE_BYTES[model.dtype], 4)
     if given.dispatch == "all_gather":
         whole = given.ep * given.etp * tokens
-        forward = row + moe.top_k * (weight + CHOICE)
+        forward = row + moe.top_k * (weight + _CHOICE)
         yield TokenTraffic("ep", "all_gather", "F", 3 * len(runs), len(runs) * whole * forward)
         yield TokenTraffic("ep", "all_gather", "I", len(own), len(own) * whole * row)
         out = ins = 0, 0

@@ -16,10 +16,8 @@ from megapipe.model.interface import (
     Conditions,
     Family,
     Feature,
-    Held,
     Loss,
     Repeated,
-    Sizes,
     TensorShape,
     TensorTraffic,
     Work,
@@ -110,7 +108,6 @@ class Modules(Family):
                 self._source,
                 self._sketch,
                 {place.module for place in places if isinstance(place.module, Linear)},
-                self._loss,
                 (rows, length),
                 self.dtype,
                 tp,
@@ -198,14 +195,6 @@ class Modules(Family):
 
     def forward_flops(self, stage: StageSpec) -> float:
         return float(sum(self._per_token(self._usual(1)[number].flops) for number in stage.layers))
-
-    def held(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes) -> Held:
-        measured = self.measured(sizes.rows, sizes.sequence, sizes.tp)
-        layers = [measured[number] for number in stage.layers]
-        kept = {} if stage.layers.start == 0 else dict(layers[0].inputs)
-        for layer in layers:
-            kept.update(layer.saved)
-        return Held(sum(kept.values()), 0, sum(layer.queued for layer in layers))
 
     def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         return self.measured(rows, length, self.conditions.tp)[stage.layers[-1]].output

@@ -5,22 +5,21 @@ Nothing is computed there, but shapes, FLOPs and the tensors that autograd keeps
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.dtypes import Dtype
 from megapipe.layers.own import ColumnLinear, Linear, RowLinear
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.model.interface import Loss, TensorShape
+from megapipe.model.interface import TensorShape
 from megapipe.model.modules.fused_attention import SDPA_FLOPS, fused_attention
-from megapipe.model.modules.shares import Shares, one_rank, storage
+from megapipe.model.modules.shares import Shares, one_rank
 from megapipe.model.modules.units import Source
 from megapipe.user_code import FAILURES
 
@@ -32,12 +31,6 @@ class Measured(NamedTuple):
     """Of the forward."""
     deferred: int
     """Those of linear layers whose weight gradient waits for ``W``."""
-    inputs: Mapping[Any, int]
-    """Bytes of what it takes, by storage."""
-    saved: Mapping[Any, int]
-    """Bytes of what autograd keeps for the backward, by storage: layers may keep the same."""
-    queued: int
-    """Bytes that wait for ``W``."""
     output: tuple[TensorShape, ...]
     columns: tuple[int, ...]
     """Inputs per token of each column layer, whose gradients are summed over tp."""
@@ -49,7 +42,6 @@ class _Linears(NamedTuple):
     """Sizes noted in one forward of the linear layers whose weight gradients wait."""
 
     deferred: list[int]
-    queued: list[int]
     columns: list[int]
     rows: list[int]
 
@@ -58,7 +50,6 @@ def measure(
     source: Source,
     layers: Sequence[nn.Module],
     deferred: Collection[Linear],
-    loss: Loss,
     tokens: tuple[int, int],
     dtype: Dtype,
     tp: int,
@@ -66,12 +57,11 @@ def measure(
     """Sizes of each layer on one of `tp` ranks, from a run on the meta device.
 
     `tokens`: the number of sequences and their length. `deferred`: the linear layers whose weight
-    gradients wait. What `loss` keeps is counted with the last layer. Raises :class:`ConfigError`
+    gradients wait. Raises :class:`ConfigError`
     where a layer fails on that device, returns no tensors, or would be wrong on several ranks.
     """
     x: Any = (torch.empty(tokens, dtype=torch.int64, device="meta"),)
     found = []
-    memory = _Memory()
     for number, layer in enumerate(layers):
         layer.to("meta")
         for parameter in layer.parameters():
@@ -80,7 +70,7 @@ def measure(
         before = _buffers(layer)
         own = [m for m in layer.modules() if isinstance(m, Linear) and m in deferred]
         with one_rank(own, tp):
-            y, one = _run(source, number, layer, own, x, tp, memory)
+            y, one = _run(source, number, layer, own, x, tp)
         if changed := before ^ _buffers(layer):
             name = min(name for name, *_ in changed)
             raise source.problem(
@@ -91,48 +81,7 @@ def measure(
             raise source.problem(f"layer {number} returns complex numbers: expected real ones")
         found.append(one._replace(output=tuple(map(_shape, y))))
         x = tuple(_leaf(each) for each in y)
-    of_loss = _kept_by(loss, x if len(x) > 1 else x[0], tokens, memory)
-    found[-1] = found[-1]._replace(saved={**found[-1].saved, **of_loss})
     return found
-
-
-class _Memory:
-    """Bytes of storages. Holds all that it has seen, so that none gets the identity of another."""
-
-    def __init__(self) -> None:
-        self._held: list[Tensor] = []
-
-    def sizes(self, tensors: Iterable[Tensor]) -> dict[Any, int]:
-        """Bytes by storage."""
-        own = list(tensors)
-        self._held += own
-        return {storage(each): each.untyped_storage().nbytes() for each in own}
-
-    @contextmanager
-    def saved(self, weights: Iterable[Tensor]) -> Iterator[dict[Any, int]]:
-        """Bytes of what autograd keeps, without `weights`."""
-        known = set(map(storage, weights))
-        kept: dict[Any, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if storage(tensor) not in known:
-                kept.update(self.sizes([tensor]))
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield kept
-
-
-def _kept_by(loss: Loss, y: Any, tokens: tuple[int, int], memory: _Memory) -> Mapping[Any, int]:
-    """Bytes that autograd keeps for a loss, by storage; none for a loss that needs real values."""
-    labels = torch.empty(tokens, dtype=torch.int64, device="meta")
-    mask = torch.empty(tokens, dtype=torch.bool, device="meta")
-    with memory.saved(()) as kept:
-        try:
-            loss(y, labels, mask)
-        except RuntimeError:  # what torch raises where values are asked for; a run has them
-            return {}
-    return kept
 
 
 class _OneType(TorchDispatchMode):
@@ -188,15 +137,12 @@ def _run(
     own: Sequence[Linear],
     x: tuple[Tensor, ...],
     tp: int,
-    memory: _Memory,
 ) -> tuple[tuple[Tensor, ...], Measured]:
     """The output of a layer, and its sizes without that."""
     shares = Shares(layer, own, tp)
     counter = FlopCounterMode(display=False, custom_mapping=SDPA_FLOPS)
-    weights = (*layer.parameters(), *layer.buffers())
-    kept = memory.saved(weights)
     one_type, fused = _OneType(), fused_attention()
-    with _hooked(own, shares) as seen, kept as saved, one_type, counter, fused, shares:
+    with _hooked(own, shares) as seen, one_type, counter, fused, shares:
         try:
             y = layer(*x)
         except FAILURES as error:  # whatever the user's code raises
@@ -221,9 +167,6 @@ def _run(
     return y, Measured(
         flops=counter.get_total_flops(),
         deferred=sum(seen.deferred),
-        inputs=memory.sizes(x),
-        saved=saved,
-        queued=sum(seen.queued),
         output=(),
         columns=tuple(seen.columns),
         rows=tuple(seen.rows),
@@ -233,7 +176,7 @@ def _run(
 @contextmanager
 def _hooked(modules: Sequence[Linear], shares: Shares) -> Iterator[_Linears]:
     """Within the context, note the sizes of linear layers, and tell `shares` of their forwards."""
-    seen = _Linears([], [], [], [])
+    seen = _Linears([], [], [])
 
     def before(module: Any, given: Any) -> None:
         shares.enter(module)
@@ -242,7 +185,6 @@ def _hooked(modules: Sequence[Linear], shares: Shares) -> Iterator[_Linears]:
         shares.leave(module, given[0], y)
         inputs, outputs = given[0].shape[-1], y.shape[-1]
         seen.deferred.append(2 * y.numel() * inputs)
-        seen.queued.append(given[0].nbytes + y.nbytes)
         if isinstance(module, ColumnLinear):
             seen.columns.append(inputs)
         elif isinstance(module, RowLinear):
