@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional
 
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
@@ -27,4 +26,4 @@ def dropout(
         return x
     tp_index = sharding.tp.index if sharding.sequence_split else 0
     with seeded(x.device, dropout_seed(mb, purpose, layer, tp_index)):
-        return functional.dropout(x, p, training=True)
+        return sharding.kernels.dropout(x, p)

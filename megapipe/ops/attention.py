@@ -48,16 +48,20 @@ class Sdpa:
 
     `pinned` makes a context manager that allows one backend only. What no backend computes is
     written out; so are windows and ALiBi on the CPU, whose backends would keep a mask each. `call`
-    stands for torch's function where there is none for a device.
+    stands for torch's function where there is none for a device, and `on_gpu` says whether that
+    is a GPU; by default the tensors say so.
     """
 
     def __init__(
         self,
         pinned: Callable[[], AbstractContextManager[Any]] | None = None,
         call: Callable[..., Tensor] | None = None,
+        *,
+        on_gpu: bool | None = None,
     ) -> None:
         self.pinned = pinned
         self.call = call
+        self.on_gpu = on_gpu
         self._masks: dict[Any, Tensor] = {}
 
     def __call__(
@@ -73,7 +77,8 @@ class Sdpa:
         if self.pinned is not None:
             with self.pinned():
                 return self._attend(q, k, v, dropout, documents, scores)
-        if scores.softcap is not None or not (q.is_cuda or scores.plain):
+        on_gpu = q.is_cuda if self.on_gpu is None else self.on_gpu
+        if scores.softcap is not None or not (on_gpu or scores.plain):
             assert not dropout
             return explicit_attention(q, k, v, documents, scores)
         return self._attend(q, k, v, dropout, documents, scores)
@@ -94,7 +99,7 @@ class Sdpa:
             mask = self._mask(q, t, documents, scores)
         elif documents is not None:
             mask = documents.mask(s)
-        elif s < t:
+        elif s < t and not self.on_gpu:  # one that is planned makes no mask either
             mask = lower_right(s, t, q.device)
         return (self.call or scaled_dot_product_attention)(
             q,

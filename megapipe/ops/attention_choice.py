@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from megapipe.ops.probe import (
     Unavailable,
     agree,
     first_line,
+    is_planned,
     load_module,
     needs_cuda,
     needs_half,
@@ -73,12 +74,39 @@ def candidates(given: Attended) -> list[Candidate[AttentionKernel]]:
     return [*first, auto, *named, *others]
 
 
+EFFICIENT_BYTES = 16
+"""Heads of the efficient backend are multiples of so many bytes."""
 _BACKENDS = {
     "flash": "FLASH_ATTENTION",
     "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
     "math": "MATH",
 }
+
+
+def planned_backend(
+    dtype: torch.dtype, head_dim: int, allowed: Collection[str], *, masked: bool, grouped: bool
+) -> str:
+    """The SDPA backend that torch takes on a GPU of compute capability 8.0, of those `allowed`, by
+    the rules of aten/native/transformers/cuda/sdp_utils.cpp. `masked`: with a mask that is not just
+    causal. `grouped`: fewer key heads.
+
+    From 9.0 on torch takes cuDNN's before flash, if that is newer than 9.15.1; the two keep the
+    same tensors. Raises :class:`Unavailable` where none can be used.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    usable = {
+        "flash": half and head_dim <= 256 and not masked,
+        "efficient": (half or dtype == torch.float32)
+        and not head_dim % (EFFICIENT_BYTES // dtype.itemsize)
+        and not grouped,
+        "math": True,
+        "cudnn": half and head_dim <= 128 and not head_dim % 8,
+    }
+    for name, can in usable.items():
+        if can and name in allowed:
+            return name
+    raise Unavailable("torch has no kernel for it")
 
 
 def torch_choice(given: Attended, only: str | None = None) -> str:
@@ -89,14 +117,18 @@ def torch_choice(given: Attended, only: str | None = None) -> str:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     allowed = [only] if only is not None else list(_BACKENDS)
+    scores = given.scores.among(given.length)
+    masked = given.documents or (given.cut and given.device.type == "cpu") or not scores.plain
+    if is_planned():
+        grouped = given.heads != given.groups
+        return planned_backend(given.dtype, given.head_dim, allowed, masked=masked, grouped=grouped)
     shapes = [(1, n, given.length, given.head_dim) for n in (given.heads, given.groups)]
     q, k = (
         torch.empty(shape, dtype=given.dtype, device=given.device, requires_grad=True)
         for shape in shapes
     )
     mask = None
-    scores = given.scores.among(given.length)
-    if given.documents or (given.cut and given.device.type == "cpu") or not scores.plain:
+    if masked:
         dtype = torch.bool if scores.slopes is None else given.dtype
         mask = torch.empty(1, 1, given.length, given.length, dtype=dtype, device=given.device)
     with warnings.catch_warnings(record=True) as said:
@@ -173,6 +205,8 @@ def _flex(given: Attended) -> AttentionKernel:
     needs_cuda(given.device)
     _needs_no_dropout(given)
     module = load_module("torch.nn.attention.flex_attention", "torch")
+    if is_planned():  # it takes a second to prepare what will not be called
+        return Flex(module.flex_attention)
     return Flex(torch.compile(module.flex_attention, dynamic=False))
 
 

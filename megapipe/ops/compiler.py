@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.ops.probe import load_module
+from megapipe.ops.probe import is_planned, load_module
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 """From a function to its compiled form, which compiles at its first calls."""
@@ -64,5 +64,5 @@ def _own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def needs_inductor(device: torch.device) -> None:
     """Raise :class:`Unavailable` where inductor has nothing to compile for `device` with."""
-    if device.type == "cuda":
+    if device.type == "cuda" and not is_planned():
         load_module("triton", "triton")

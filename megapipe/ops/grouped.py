@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megapipe.ops.probe import Candidate, Unavailable, agree, needs_fp32, small_data
+from megapipe.ops.probe import Candidate, Unavailable, agree, is_planned, needs_fp32, small_data
 from megapipe.ops.transfer import to_device
 
 GroupedKernel = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
@@ -58,7 +58,7 @@ def candidates(
         if device.type == "cuda":
             if dtype != torch.bfloat16:  # others are computed one by one, and the host waits
                 raise Unavailable(f"takes bf16, not {str(dtype).removeprefix('torch.')}")
-            if torch.cuda.get_device_capability(device) < (8, 0):
+            if not is_planned() and torch.cuda.get_device_capability(device) < (8, 0):
                 raise Unavailable("needs a GPU of compute capability 8.0 or more")
         for width in widths:
             if width * dtype.itemsize % ROW_BYTES:

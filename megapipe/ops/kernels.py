@@ -12,6 +12,7 @@ from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.block_attention import BlockKernel
 from megapipe.ops.compiler import Compiler
+from megapipe.ops.dropout import DropoutKernel, torch_dropout
 from megapipe.ops.expert_rows import RowKernel, TorchRows
 from megapipe.ops.grouped import GroupedKernel, loop_product
 from megapipe.ops.loss import LossKernel, TorchLoss
@@ -58,6 +59,7 @@ class Kernels:
     loss: LossKernel = field(default_factory=TorchLoss)
     """Of a loss in chunks."""
     accumulate: AccumulateKernel = torch_accumulate
+    dropout: DropoutKernel = torch_dropout
     experts: GroupedKernel = loop_product
     rows: RowKernel = field(default_factory=TorchRows)
     """Of experts, around these products."""

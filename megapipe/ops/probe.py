@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Generic, TypeVar
@@ -18,6 +20,29 @@ K = TypeVar("K")
 
 MARGIN = 4.0
 """A kernel may be this many times as far from the exact result as torch's own."""
+
+
+_PLANNED: ContextVar[bool] = ContextVar("planned", default=False)
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Choose kernels for a GPU that is not here: nothing is asked of it, and nothing is computed.
+
+    It is taken to have compute capability 8.0 or more, torch and Triton; every kernel of theirs
+    passes its check. What SDPA takes there follows from torch's rules. Kernels of other packages
+    are planned as torch's, which keep the same tensors.
+    """
+    token = _PLANNED.set(True)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+def is_planned() -> bool:
+    """Whether the GPU is not here (:func:`planning`)."""
+    return _PLANNED.get()
 
 
 class Unavailable(Exception):
@@ -66,6 +91,9 @@ def choose(purpose: str, wanted: str, candidates: Sequence[Candidate[K]]) -> Cho
     Raises :class:`ConfigError` where the wanted one cannot be used: nobody who asks for a kernel
     by name wants another one instead.
     """
+    if is_planned():
+        candidates = [candidate for candidate in candidates if candidate.package is None]
+        wanted = wanted if any(candidate.name == wanted for candidate in candidates) else "auto"
     if wanted != "auto":
         (candidate,) = (c for c in candidates if c.name == wanted)
         try:
@@ -91,7 +119,7 @@ def choose(purpose: str, wanted: str, candidates: Sequence[Candidate[K]]) -> Cho
 
 def _usable(candidate: Candidate[K]) -> K:
     kernel = candidate.load()
-    if candidate.check is not None:
+    if candidate.check is not None and not is_planned():
         try:
             candidate.check(kernel)
         except Unavailable:

@@ -31,9 +31,14 @@ def torch_accumulate(main: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == main.dtype:
         main.addmm_(left.t(), right)
     elif left.is_cuda:
-        main.add_(torch.mm(left.t(), right, out_dtype=main.dtype))
+        wide_accumulate(main, left, right)
     else:
         main.add_(left.t() @ right)
+
+
+def wide_accumulate(main: Tensor, left: Tensor, right: Tensor) -> None:
+    """CUDA's GEMM of bf16 or fp16 factors with an fp32 result, and a sum."""
+    main.add_(torch.mm(left.t(), right, out_dtype=main.dtype))
 
 
 def fused_accumulate(main: Tensor, left: Tensor, right: Tensor) -> None:

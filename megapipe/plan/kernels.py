@@ -1,4 +1,4 @@
-"""The kernels of a CPU, as they run on torch's meta device."""
+"""The kernels of a stage, as they run on torch's meta device: those of a CPU, or of a GPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from megapipe.ops import grouped
 from megapipe.ops.attention import Sdpa
 from megapipe.ops.block_attention import BlockKernel, CpuFlash, Explicit
 from megapipe.ops.kernels import Kernels
+from megapipe.plan import cuda_kernels
 
 
 def planned_kernels(config: Config, layout: Layout) -> Kernels:
-    """Choose the kernels that a run has on a CPU, without a :class:`Context`."""
+    """Choose the kernels that a run has on its device, without a :class:`Context`."""
+    if layout.device == "cuda":
+        return cuda_kernels.cuda_kernels(config, layout)
     experts = grouped.loop_product
     if config.kernels.experts == "grouped":
         experts = grouped.grouped_product
@@ -94,6 +97,13 @@ STAND_INS: Mapping[DeviceKind, Mapping[Any, Callable[..., Any]]] = {
         torch.ops.aten.native_layer_norm.default: _cpu_layer_norm,
         torch.ops.aten._grouped_mm.default: _grouped_product,
     },
-    "cuda": {},
+    "cuda": cuda_kernels.STAND_INS,
 }
 """Operations whose results have other sizes on the planned device than on the meta device."""
+
+WORKSPACES: Mapping[DeviceKind, Mapping[Any, Callable[..., int]]] = {
+    "cpu": {},
+    "cuda": cuda_kernels.WORKSPACES,
+}
+"""Bytes that an operation takes on the planned device while it runs, as a function of its
+arguments; on a CPU they are not torch's."""

@@ -37,7 +37,7 @@ from megapipe.model.partition import StageSpec
 from megapipe.ops.documents import Documents
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.storages import LiveStorages
-from megapipe.plan.kernels import STAND_INS, planned_kernels
+from megapipe.plan.kernels import STAND_INS, WORKSPACES, planned_kernels
 from megapipe.plan.segments import Measured, Part, Segment, Short, Slice, shortened, units_of
 from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
 from megapipe.plan.units import part_of
@@ -66,7 +66,7 @@ def measure(
     """Run a stage on one micro-batch, one unit for each slice of its sequences.
 
     `rows` samples, by default a whole micro-batch. `at`: the rank of a pipeline index that runs it,
-    by default the first. `kernels`: by default those of a CPU. The experts of this
+    by default the first. `kernels`: by default those of the layout's device. The experts of this
     rank get `imbalance` times the mean rows of a rank. Without `shorten` all of its layers run.
     """
     part = part_of(layout, stage)
@@ -99,7 +99,7 @@ class _Trace(LiveStorages):
 
     def __init__(self, kind: DeviceKind, cached: Callable[[], int]) -> None:
         super().__init__()
-        self._stand_ins = STAND_INS[kind]
+        self._stand_ins, self._workspaces = STAND_INS[kind], WORKSPACES[kind]
         self._cached = cached
         self._layers: dict[int, int] = {}
         self._calls: list[Kernel | Transfer] = []
@@ -160,6 +160,9 @@ class _Trace(LiveStorages):
                 self._turn(layer)
         run = self._stand_ins.get(func, func)
         out = super().__torch_dispatch__(run, types, args, kwargs)
+        if func in self._workspaces:
+            inside = self._workspaces[func](*args, **kwargs or {})
+            self.peak = max(self.peak, self.bytes + inside)
         if func.namespace != "prim" and not _NO_KERNEL.fullmatch(func._overloadpacket.__name__):
             self.note(_kernel(func, args, kwargs or {}, out))
         return out

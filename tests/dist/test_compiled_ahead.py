@@ -37,7 +37,7 @@ def graphs(world: World, cases: Sequence[Case]) -> list[tuple[int, int]]:
         def compiler(function: Any, backend: Any = backend) -> Any:
             return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
-        with mock.patch("megapipe.train.kernels.torch_compile", compiler):
+        with mock.patch("megapipe.assembly.kernels.torch_compile", compiler):
             config, layout = configure(case)
             step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp)), document_end=5)
             before = len(made)

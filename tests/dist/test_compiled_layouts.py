@@ -100,7 +100,7 @@ def told_by_the_check(world: World, case: Case) -> list[str]:
     lines = []
     for name, index, _ in WRONG:
         config, layout = configure(case)
-        with mock.patch("megapipe.train.kernels.torch_compile", written_over(name, index)):
+        with mock.patch("megapipe.assembly.kernels.torch_compile", written_over(name, index)):
             try:
                 TrainStep(config, layout, world.mesh(case.grid))
                 lines.append("")

@@ -47,7 +47,7 @@ STAGES = {
         "import torch",
         "from megapipe.config import Config",
         "from megapipe.layout.resolve import resolve",
-        "from megapipe.train.kernels import select_kernels",
+        "from megapipe.assembly.kernels import select_kernels",
         "config, layout = resolve(Config(), 1, None)",
         "needs = layout.model.kernels",
         "kernels = select_kernels(config, needs, torch.device('cpu'), torch.float32)",

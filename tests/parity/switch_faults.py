@@ -289,7 +289,7 @@ def uncompiled() -> Patch:
     """Compiled blocks run as they are, and are not compared with themselves first."""
     stack = ExitStack()
     stack.enter_context(
-        mock.patch("megapipe.train.kernels.torch_compile", lambda function: function)
+        mock.patch("megapipe.assembly.kernels.torch_compile", lambda function: function)
     )
     stack.enter_context(mock.patch("megapipe.model.gpt.compiled_check.check_compiled"))
     return stack

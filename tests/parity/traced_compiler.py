@@ -25,5 +25,5 @@ def traced_blocks() -> Iterator[list[Any]]:
     def compiler(function: Any) -> Any:
         return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
-    with mock.patch("megapipe.train.kernels.torch_compile", compiler):
+    with mock.patch("megapipe.assembly.kernels.torch_compile", compiler):
         yield graphs

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from megapipe.assembly.kernels import select_kernels
 from megapipe.config import Config
 from megapipe.engine.stage import Stage
 from megapipe.errors import ConfigError
@@ -19,7 +20,6 @@ from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
 from megapipe.ops.compiler import Compiler, torch_compile
 from megapipe.optim.buffers import Bucket
-from megapipe.train.kernels import select_kernels
 from tests.parity.compiled_stages import (
     MB,
     SPLIT,

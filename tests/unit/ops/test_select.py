@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from megapipe.assembly.kernels import select_kernels
 from megapipe.config import Config, KernelsConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve
 from megapipe.ops.norm import torch_norm
 from megapipe.train import kernels as kernels_module
-from megapipe.train.kernels import agreed_kernels, select_kernels
+from megapipe.train.kernels import agreed_kernels
 from tests.unit.ops.fakes import apex_adam, apex_norms, liger, on_any_device
 
 CPU = torch.device("cpu")

@@ -1,0 +1,15 @@
+"""Dropout: torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn import functional
+
+DropoutKernel = Callable[[Tensor, float], Tensor]
+"""(x [...], probability) -> [...], by the device's default generator."""
+
+
+def torch_dropout(x: Tensor, p: float) -> Tensor:
+    return functional.dropout(x, p, training=True)
