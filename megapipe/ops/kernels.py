@@ -54,6 +54,8 @@ class Kernels:
     context: SplitAttention | None = None
     """Attends by these blocks."""
     norm: NormKernel = torch_norm
+    head_norm: NormKernel = torch_norm
+    """Of the queries and keys of each head."""
     rotary: RotaryKernel = torch_rotate
     swiglu: SwigluKernel = torch_swiglu
     loss: LossKernel = field(default_factory=TorchLoss)

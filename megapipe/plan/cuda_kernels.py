@@ -62,6 +62,7 @@ def cuda_kernels(config: Config, layout: Layout) -> Kernels:
         chosen,
         attention=_attention(chosen.attention, names.get("attention", "")),
         norm=_norm,
+        head_norm=_norm,
         rotary=_rotate if names.get("rotary") == "inductor" else chosen.rotary,
         swiglu=torch_swiglu if chosen.swiglu is torch_swiglu else _Swiglu.apply,
         loss=_Loss() if isinstance(chosen.loss, InductorLoss) else chosen.loss,

@@ -214,7 +214,7 @@ class _Run:
             Slice(passes={**own, "B": other["B"]}, gradient=gradient)
             for own, other, gradient in zip(split, fused, sizes, strict=True)
         )
-        return Measured(slices=tuple(found))
+        return Measured(slices=tuple(found), compiled=self.config.kernels.compile)
 
     def _mark_layers(self) -> None:
         """Tell the trace which weights and main gradients are of which layer."""
@@ -447,6 +447,8 @@ def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     q, k = given["query"], given["key"]
     heads, (s, t) = prod(q.shape[:-2]), (q.shape[-2], k.shape[-2])
+    if q.dim() == 3:  # rows of sequences after each other, [rows, heads, d]
+        heads, (s, t) = q.shape[1] * (len(given["cum_seq_q"]) - 1), (given["max_q"], given["max_k"])
     scores = s * (s + 1) // 2 if given.get("is_causal", False) else s * t
     products = 5 if "backward" in func._overloadpacket.__name__ else 2
     return int(2 * products * heads * scores * q.shape[-1])

@@ -59,6 +59,8 @@ class Measured(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     slices: tuple[Slice, ...]
+    compiled: bool
+    """A run compiles its blocks, which are measured without."""
 
 
 _Passes = Mapping[Operation, Sequence[Segment]]

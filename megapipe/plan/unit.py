@@ -68,6 +68,9 @@ class Unit(BaseModel):
     R is there where the stage is recomputed as a whole; then I and B are those after it."""
     operations: Mapping[Operation, tuple[Kernel | Transfer, ...]]
     """Kernels and collectives of each operation, in their order."""
+    compiled: bool = False
+    """Whether the run compiles its blocks (``kernels.compile``). It is measured without that, so it
+    takes these bytes or less, and fewer kernels."""
 
     def peak(self, operation: Operation, *, rebuilt: bool = True) -> int:
         """Return the most bytes on the device within an operation; unless `rebuilt`, I and B run

@@ -20,7 +20,6 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import Named, layer_of
 from megapipe.model.gpt.rotary import Tables
 from megapipe.model.gpt.scores import scores_of
-from megapipe.ops.norm import torch_norm
 from megapipe.ops.rotary import RotaryKernel
 
 
@@ -160,7 +159,7 @@ class Attention(nn.Module):
             kind="rmsnorm",
             eps=self.config.norm_eps,
             offset=self.config.norm_offset,
-            kernel=torch_norm,
+            kernel=self.sharding.kernels.head_norm,
         )
 
     def _grouped(self, qkv: Tensor) -> Tensor:
