@@ -44,7 +44,7 @@ CUDNN = "_scaled_dot_product_cudnn_attention"
 FLEX = "_scaled_dot_product_fused_attention_overrideable"
 MATH = "_safe_softmax"
 ATTENTION = {FLASH, PACKED, EFFICIENT, CUDNN, FLEX, MATH}
-RMS = "_fused_rms_norm"
+RMS, BY_HAND = "_fused_rms_norm", {"linalg_vector_norm"}
 
 
 def planned(model: Keys | None = None, **sections: Keys) -> tuple[Config, Layout]:
@@ -102,6 +102,7 @@ def test_a_run_takes_the_kernels_that_it_would_on_a_gpu(
     found = names(unit_of(model, **sections), "F")
     assert expected <= found
     assert found & ATTENTION == expected & ATTENTION or not expected & ATTENTION
+    assert found & BY_HAND == expected & BY_HAND
 
 
 def test_weight_gradients_are_added_within_their_products() -> None:
@@ -242,6 +243,18 @@ def test_flash_takes_sums_in_fp32_while_it_runs() -> None:
     there = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert of(there, q, k, v, there, lse) == sums
     assert of(there, q, k[:, :1], v[:, :1], there, lse) == sums + 2 * BF16 * VALUES
+
+
+def test_rows_of_documents_have_room_for_a_block_more_each() -> None:
+    of = WORKSPACES[torch.ops.aten._flash_attention_backward.default]
+    rows, documents = 300, 5
+    q = torch.empty(rows, HEADS, DIM, dtype=torch.bfloat16, device=META)
+    lse = torch.empty(HEADS, rows, device=META)
+    ends = torch.empty(documents + 1, dtype=torch.int32, device=META)
+    sums = FP32 * HEADS * (rows + 128 * documents) * (32 + 1)
+    assert of(q, q, q, q, q, lse, ends, ends) == sums
+    of_keys = 2 * BF16 * rows * HEADS * DIM
+    assert of(q, q, q[:, :1], q[:, :1], q, lse, ends, ends) == sums + of_keys
 
 
 def test_efficient_sums_narrow_gradients_alone() -> None:
