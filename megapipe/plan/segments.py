@@ -25,7 +25,7 @@ LONGEST = 8
 
 
 class Segment(BaseModel):
-    """What happens until an operation first takes a weight of another layer."""
+    """Changes and calls until an operation first takes a weight of another layer."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,7 +43,7 @@ class Segment(BaseModel):
 
 
 class Slice(BaseModel):
-    """What is measured of one slice of sequences, or of whole ones."""
+    """Segments of one slice of sequences, or of whole ones."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -54,7 +54,7 @@ class Slice(BaseModel):
 
 
 class Measured(BaseModel):
-    """What is measured of a part of a model."""
+    """Segments of all slices of a part of a model."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -176,9 +176,9 @@ def units_of(measured: Measured, short: Short) -> list[Unit]:
     cached = list(accumulate(_sum(passes["F"], "cached") for passes in whole))
     freed = accumulate((_sum(passes["I"], "cached") for passes in whole[:0:-1]), initial=0)
     after = [0, *(cached[-1] + change for change in [*freed][:0:-1])]
-    return [
-        _unit(*each) for each in zip(whole, gradients, zip(cached, after, strict=True), strict=True)
-    ]
+    both = zip(cached, after, strict=True)
+    units = (_unit(*each) for each in zip(whole, gradients, both, strict=True))
+    return [unit.model_copy(update={"compiled": measured.compiled}) for unit in units]
 
 
 def _unit(passes: _Passes, gradient: int, cached: tuple[int, int]) -> Unit:
