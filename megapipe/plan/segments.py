@@ -104,7 +104,8 @@ class _Together(NamedTuple):
 
 
 def shortened(part: Part, kinds: Sequence[Hashable]) -> Short:
-    """Shorten a part of a model, `kinds` of whose layers are equal where these are alike."""
+    """Shorten a part of a model, `kinds` of whose layers are equal where these are alike, and take
+    the first layers of the model that are like its own."""
     own = list(_together(part, kinds))
     kept, repeats, start = list[_Together](), list[tuple[range, int]](), 0
     while start < len(own):
@@ -123,7 +124,7 @@ def shortened(part: Part, kinds: Sequence[Hashable]) -> Short:
         if tuple(kinds[first : first + len(wanted)]) == wanted
     )
     first = next(found, None)
-    if not repeats or first is None:
+    if first is None:
         return Short(part, ())
     layers = range(first, first + len(wanted))
     shorter = part._replace(spec=replace(part.spec, layers=layers), spans=_spans(kept))
