@@ -109,6 +109,15 @@ class ExpertMap:
         with_copy = [rank for rank, copies in enumerate(self.copies) if expert in copies]
         return sorted([self.owners[expert], *with_copy])
 
+    def filled(self) -> ExpertMap:
+        """The same owners, with a copy in every slot: of the experts after those of the rank."""
+        copied = []
+        for rank in range(self.ranks):
+            first = self.owned(rank)[-1] + 1
+            after = [(first + i) % self.experts for i in range(self.experts)]
+            copied.append([e for e in after if self.owners[e] != rank][: self.slots])
+        return self.with_copies(copied)
+
     def with_copies(self, copies: Sequence[Sequence[int]]) -> ExpertMap:
         """The same owners, with these copies of each rank, in any order."""
         return replace(self, copies=tuple(tuple(sorted(each)) for each in copies))

@@ -170,6 +170,12 @@ class ExpertPlaces:
         """Which part of its experts this rank has, of those of etp neighbours."""
         return self._part
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what lasts: weights and gradients of copies, and where rows go."""
+        yield from (*self._weights.values(), *self._grads.values())
+        if self._places is not None:
+            yield self._places
+
     def main_grads(self, parameter: Parameter) -> list[Tensor]:
         """Main gradients of the experts in all places here, each to be added to."""
         return [*main_grad(parameter), *self._grads[spec_of(parameter).name]]

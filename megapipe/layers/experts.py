@@ -15,7 +15,7 @@ by expert, and leave an expert without rows alone. Frozen experts leave nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -242,6 +242,11 @@ class Experts(nn.Module):
             for expert, own in each_expert(ends):
                 of_weight[own] += (grad[own] @ of.down_bias[expert]).to(self.dtype)
         return inner, grad_wide, of_weight
+
+
+def expert_layers(module: Any) -> Iterator[Experts]:
+    """Yield the layers with experts of a stage."""
+    return (each for each in module.modules() if isinstance(each, Experts))
 
 
 class _ExpertsFunction(Function):

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megapipe.assembly.context import make_context
+from megapipe.assembly.expert_places import make_places
 from megapipe.assembly.sharding import make_sharding
 from megapipe.assembly.stage import make_stage
 from megapipe.config import Config
@@ -27,11 +28,11 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import Coordinates, Grid
 from megapipe.distributed.planned import Collective, PlannedMesh
 from megapipe.layers.expert_rows import Counts, count_rows
+from megapipe.layers.experts import Experts, expert_layers
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import spec_of
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.layout import DeviceKind, Layout
-from megapipe.model.gpt.moe import routing_of
 from megapipe.model.interface import Message, StageModule
 from megapipe.model.partition import StageSpec
 from megapipe.ops.documents import Documents
@@ -193,9 +194,12 @@ class _Run:
             kernels = replace(kernels, context=context)
         with _META:
             sharding = make_sharding(config, self.mesh, kernels)
-            count = _EvenCounts(config, layout, rows, imbalance)
-            sharding = replace(sharding, form=replace(sharding.form, count=count))
             self.module = _built(layout.model.build(part.spec, sharding))
+            _fill_slots(config, self.module)
+            for layer in expert_layers(self.module):
+                count = _EvenCounts(layer, rows, config.train.sequence_length, imbalance)
+                form = replace(layer.sharding.form, count=count)
+                layer.sharding = replace(layer.sharding, form=form)
             self.stage = make_stage(layout, self.module, part.spans, recompute=part.recompute)
         self.stage.own_autograd_parameters()
         self.trace = _Trace(layout.device, self.stage.cached_bytes)
@@ -284,7 +288,7 @@ class _Run:
                 tokens=ids,
                 labels=ids,
                 mask=torch.empty(shape, dtype=torch.bool),
-                documents=self._documents(start + length),
+                documents=self._documents((start + length) * layout.cp),
                 start=start,
                 held=held,
                 sequence_length=sum(lengths) if len(lengths) > 1 else None,
@@ -294,7 +298,7 @@ class _Run:
             start += length
 
     def _documents(self, length: int) -> Documents | None:
-        """One document a sequence, of its positions so far."""
+        """One document a sequence, of its positions so far, those on other ranks included."""
         if not self.config.data.masks_documents:
             return None
         ids = torch.zeros(self.rows, length, dtype=torch.int64, device="cpu")
@@ -353,13 +357,19 @@ def _grid(layout: Layout) -> Grid:
 
 
 def _built(module: StageModule) -> StageModule:
-    """Give the parameters of a stage main gradients."""
+    """Give the parameters of a stage main gradients, but for frozen ones."""
     for parameter in module.parameters():
         parameter.requires_grad_(not spec_of(parameter).frozen)
         if parameter.requires_grad:
             high = torch.promote_types(parameter.dtype, torch.float32)
             parameter.main_grad = torch.empty_like(parameter, dtype=high, requires_grad=False)
     return module
+
+
+def _fill_slots(config: Config, module: StageModule) -> None:
+    """Give layers with experts places, with a copy in each slot, where experts move."""
+    for places in make_places(config, {0: module}).get(0, ()):
+        places.take(places.present.filled())
 
 
 def _lasting(module: Any) -> Iterator[Tensor]:
@@ -371,6 +381,9 @@ def _lasting(module: Any) -> Iterator[Tensor]:
     yield from module.buffers()
     if hasattr(module, "constants"):
         yield from module.constants()
+    for layer in expert_layers(module):
+        if layer.places is not None:
+            yield from layer.places.tensors()
 
 
 def _given(mb: MicroBatch) -> Iterator[Tensor]:
@@ -380,35 +393,38 @@ def _given(mb: MicroBatch) -> Iterator[Tensor]:
 
 
 class _EvenCounts:
-    """Counts rows as :func:`count_rows` would where tokens choose experts in turn; those of this
-    rank get `imbalance` times as many. They are known to the host, which has nothing to wait for.
+    """Counts rows as :func:`count_rows` would where tokens choose the experts of a layer in turn;
+    those of this rank get `imbalance` times as many. They are known to the host, which has nothing
+    to wait for. All go to the ranks that own the experts, and none to copies.
     """
 
     def __init__(
-        self, config: Config, layout: Layout, rows: int, imbalance: Fraction | None
+        self, layer: Experts, rows: int, length: int, imbalance: Fraction | None
     ) -> None:
-        self.moe, self.experts = config.model.moe, layout.model.experts()
-        self.rows, self.length = rows, config.train.sequence_length
-        self.ranks = layout.tp * layout.cp if config.parallel.sequence_parallel else layout.cp
+        self.layer, self.rows, self.length = layer, rows, length
         self.more = 1 if imbalance is None else imbalance
 
-    def __call__(self, choice: Tensor, slots: int, ep: Axis) -> Counts:
-        counted = count_rows(choice, slots, ep)
-        on_each = slots // ep.size
-        layer, experts = next(each for each in self.experts.items() if each[1] <= slots)
-        owned = experts // ep.size
-        most = routing_of(self.moe, layer).places(self.length)
-        of_own = self._rows(choice.numel() * self.more / experts, most)
-        others = self._rows((choice.numel() - of_own * owned) / max(1, experts - owned), most)
+    def __call__(self, choice: Tensor, places: int, ep: Axis) -> Counts:
+        counted = count_rows(choice, places, ep)
+        ranks = max(1, ep.size // self.layer.sharding.etp)
+        experts, on_each = self.layer.routing.experts, places // ranks
+        owned = experts // ranks
+        more = self.more if ranks > 1 else 1
+        of_own = min(choice.numel() * more / experts, Fraction(choice.numel(), owned))
+        others = (choice.numel() - of_own * owned) / max(1, experts - owned)
         known = []
-        for slot in range(slots):
-            rank, place = divmod(slot, on_each)
-            known.append((of_own if rank == ep.index else others) * (place < owned))
+        for place in range(places):
+            rank, number = divmod(place, on_each)
+            own = rank == ep.index // self.layer.sharding.etp
+            known.append(self._bounded(of_own if own else others) * (number < owned))
         return Counts([known] * ep.size, counted.there)
 
-    def _rows(self, rows: Fraction | float, most: int | None) -> int:
-        """Bound rows of an expert, which takes `most` of a whole sequence."""
-        return int(rows) if most is None else min(int(rows), self.rows * -(-most // self.ranks))
+    def _bounded(self, rows: Fraction | float) -> int:
+        """Rows of an expert as far as it takes them."""
+        most = self.layer.routing.places(self.length)
+        if most is None:
+            return int(rows)
+        return min(int(rows), self.rows * -(-most // self.layer.sharding.sequence.size))
 
 
 def _kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Kernel:

@@ -23,7 +23,7 @@ from megapipe.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.experts.rows import evenly
 from megapipe.layers.expert_places import ExpertPlaces
-from megapipe.layers.experts import Experts
+from megapipe.layers.experts import expert_layers
 from megapipe.layers.moe_specs import placed_name
 from megapipe.layout.expert_copies import ranks_of_a_node
 from megapipe.layout.layout import Layout
@@ -35,28 +35,6 @@ from megapipe.train.checkpoint_io import Weights
 from megapipe.train.migration import Migration, Owners
 from megapipe.train.routing import by_layer
 from megapipe.words import plural, ranges
-
-
-def make_places(
-    config: Config, modules: Mapping[int, StageModule]
-) -> dict[int, list[ExpertPlaces]]:
-    """By stage those of its layers with experts, which are given them and begin without copies;
-    nothing where maps stay as they are."""
-    if not config.experts.moves:
-        return {}
-    return {stage: [_given(config, layer) for layer in _layers(m)] for stage, m in modules.items()}
-
-
-def _given(config: Config, layer: Experts) -> ExpertPlaces:
-    """The places that a layer is given."""
-    layer.ownership.present = replace(layer.ownership.present, slots=config.experts.slots)
-    given = layer.sharding.ep, layer.sharding.etp, ranks_of_a_node(config)
-    layer.places = ExpertPlaces(layer.of_experts, layer.ownership, *given)
-    return layer.places
-
-
-def _layers(module: StageModule) -> Iterator[Experts]:
-    return (each for each in module.modules() if isinstance(each, Experts))
 
 
 class ExpertMaps:
@@ -93,7 +71,7 @@ class ExpertMaps:
         the pool of owners; raises ConfigError on all where it cannot."""
         if not config.experts.moves:
             return cls({})
-        layers = [layer for module in modules for layer in _layers(module)]
+        layers = [layer for module in modules for layer in expert_layers(module)]
         places = {layer.layer: layer.places for layer in layers if layer.places is not None}
         if not config.experts.copies:
             return cls({}, migration=Migration.of(config, layout, optimizer, places))

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megapipe.assembly.expert_places import make_places
 from megapipe.optim.buffers import make_buckets
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.state_store import StatePolicy
 from megapipe.optim.velocity import decay
 from megapipe.schedule.streams.stream import mean_staleness, moved_back
-from megapipe.train.expert_maps import make_places
 
 if TYPE_CHECKING:
     from megapipe.train.step import TrainStep

@@ -276,9 +276,10 @@ class _Real:
             more |= {"sequence_length": sum(lengths), "earlier": {}}
         for length in lengths:
             ids = torch.arange(self.case.batch * length).view(-1, length) % self.case.vocab
-            documents = (
-                Documents(torch.zeros_like(ids), ids.device) if self.case.documents else None
-            )
+            documents = None
+            if self.case.documents:  # of all ranks that have parts of a sequence
+                whole = torch.zeros(len(ids), (start + length) * layout.cp, dtype=torch.int64)
+                documents = Documents(whole, ids.device)
             mask = torch.ones_like(ids, dtype=torch.bool)
             yield MicroBatch(
                 index=0,

@@ -1,0 +1,32 @@
+"""Places of experts in the stages of a process, where these may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megapipe.config import Config
+from megapipe.layers.expert_places import ExpertPlaces
+from megapipe.layers.experts import Experts, expert_layers
+from megapipe.layout.expert_copies import ranks_of_a_node
+from megapipe.model.interface import StageModule
+
+
+def make_places(
+    config: Config, modules: Mapping[int, StageModule]
+) -> dict[int, list[ExpertPlaces]]:
+    """By stage those of its layers with experts, which are given them and begin without copies;
+    nothing where maps stay as they are."""
+    if not config.experts.moves:
+        return {}
+    return {
+        stage: [_given(config, layer) for layer in expert_layers(m)] for stage, m in modules.items()
+    }
+
+
+def _given(config: Config, layer: Experts) -> ExpertPlaces:
+    """The places that a layer is given."""
+    layer.ownership.present = replace(layer.ownership.present, slots=config.experts.slots)
+    given = layer.sharding.ep, layer.sharding.etp, ranks_of_a_node(config)
+    layer.places = ExpertPlaces(layer.of_experts, layer.ownership, *given)
+    return layer.places
