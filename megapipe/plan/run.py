@@ -424,7 +424,7 @@ class _EvenCounts:
         most = self.layer.routing.places(self.length)
         if most is None:
             return int(rows)
-        return min(int(rows), self.rows * -(-most // self.layer.sharding.sequence.size))
+        return min(int(rows), -(-self.rows * most // self.layer.sharding.sequence.size))
 
 
 def _kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Kernel:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 from megapipe.config import Config
 from megapipe.distributed.mesh import Coordinates
 from megapipe.engine.stage import Stage
+from megapipe.experts.map import ExpertMap
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.ops.documents import Documents
@@ -162,10 +165,12 @@ def measure_processes(
     """By case and stage, the bytes of each slice on this rank: the least of some times, until it is
     what is planned or less."""
     found = []
-    with evenly():
+    with evenly(), to_owners():
         for case, of_stages in planned:
             config, layout = configure(case)
             step = TrainStep(config, layout, world.mesh(case.grid), document_end=END)
+            for places in step.maps.places.values():
+                places.take(places.present.filled())
             of_case = {}
             for number, expected in of_stages.items():
                 real = _Real(case, layout, step, number)
@@ -180,6 +185,13 @@ def measure_processes(
                 of_case[number] = least
             found.append(of_case)
     return found
+
+
+@contextmanager
+def to_owners() -> Iterator[None]:
+    """Rows go to the owners of their experts, and none to copies."""
+    with mock.patch.object(ExpertMap, "holders", lambda of, expert: [of.owners[expert]]):
+        yield
 
 
 class _Real:

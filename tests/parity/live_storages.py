@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.engine.stage import Stage
+from megapipe.layers.experts import expert_layers
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.ops.storages import LiveStorages
 
@@ -95,7 +96,9 @@ def known_of(stage: Stage, *inputs: Tensor) -> list[Tensor]:
     known = [
         getattr(p, what) for p in stage.module.parameters() for what in _STORED if hasattr(p, what)
     ]
-    return [*inputs, *known, *stage.module.constants()]
+    places = [each.places for each in expert_layers(stage.module) if each.places is not None]
+    copies = [tensor for each in places for tensor in each.tensors()]
+    return [*inputs, *known, *copies, *stage.module.constants()]
 
 
 def settle() -> None:
