@@ -34,6 +34,7 @@ from megapipe.layers.parameter import spec_of
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.model.interface import Message, StageModule
+from megapipe.model.modules.fused_attention import fused_attention
 from megapipe.model.partition import StageSpec
 from megapipe.ops.documents import Documents
 from megapipe.ops.kernels import Kernels
@@ -207,7 +208,7 @@ class _Run:
 
     def measured(self) -> Measured:
         """Run it three times: once for what stays, such as tables of positions."""
-        with _META:
+        with _META, fused_attention():
             self._walk()
             self.trace.know(_lasting(self.module))
             split, fused = self._walk(), self._walk(fused=True)

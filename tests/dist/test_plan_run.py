@@ -21,12 +21,14 @@ from megapipe.engine.stage import Stage
 from megapipe.experts.map import ExpertMap
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
+from megapipe.model.interface import Message
 from megapipe.ops.documents import Documents
 from megapipe.ops.storages import LiveStorages
 from megapipe.plan.run import measure
 from megapipe.plan.unit import Unit
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
+from tests.parity import own_models
 from tests.parity.cases import END, Case, configure
 from tests.parity.chosen import evenly
 from tests.parity.live_storages import known_of, settle
@@ -53,6 +55,23 @@ class Stages(NamedTuple):
 
     case: Case
     stages: Sequence[int] = (1,)
+    rows: int | None = None
+    """Of a part of a micro-batch, as some schedules have it; None: it is whole."""
+    own: str = ""
+    """The user-defined model, of those in tests.parity.own_models."""
+    loss: str | None = None
+    """A user-defined loss, likewise."""
+
+    @property
+    def name(self) -> str:
+        more = [str(each) for each in (self.own, self.loss, self.rows) if each]
+        return " ".join([self.case.name, *more])
+
+    def configure(self) -> tuple[Config, Layout]:
+        if not self.own:
+            return configure(self.case)
+        own = own_models.Own(self.own, self.case, self.case.layers, self.loss)
+        return own_models.settle(own)
 
 
 CASES = [
@@ -114,31 +133,36 @@ CASES = [
 @one_of(2)
 def test_run_on_the_meta_device_takes_the_bytes_of_processes(some: slice) -> None:
     """Ranks that have a stage may differ; the one that takes most is compared."""
-    by_world = sorted(CASES[some], key=lambda each: each.case.world)
+    assert not (wrong := compare(CASES[some])), "(planned, measured):\n" + "\n".join(wrong)
+
+
+def compare(cases: Sequence[Stages]) -> list[str]:
+    """Describe all that differs."""
+    by_world = sorted(cases, key=lambda each: each.case.world)
     wrong = []
     for world, group in itertools.groupby(by_world, key=lambda each: each.case.world):
-        planned = [(case, _plan_all(case, stages)) for case, stages in group]
+        planned = [(each, _plan_all(each)) for each in group]
         of_ranks = run_world(world, measure_processes, planned, timeout_s=240)
-        for i, (case, of_stages) in enumerate(planned):
+        for i, (each, of_stages) in enumerate(planned):
             for number, expected in of_stages.items():
                 measured = _most(ranks[i][number] for ranks in of_ranks)
                 for j, (a, b) in enumerate(zip(expected, measured, strict=True)):
                     off = {k: (a[k], b[k]) for k in b if abs(a[k] - b[k]) > NUMBER}
                     if off:
-                        wrong.append(f"{case.name} stage {number} slice {j}: {off}")
-    assert not wrong, "(planned, measured):\n" + "\n".join(wrong)
+                        wrong.append(f"{each.name} stage {number} slice {j}: {off}")
+    return wrong
 
 
-def _plan_all(case: Case, stages: Sequence[int]) -> dict[int, list[Bytes]]:
+def _plan_all(given: Stages) -> dict[int, list[Bytes]]:
     """Plan the bytes of each slice, by stage."""
-    config, layout = configure(case)
-    return {n: [_sizes(unit) for unit in _plan(config, layout, n)] for n in stages}
+    return {n: [_sizes(unit) for unit in _plan(given, n)] for n in given.stages}
 
 
-def _plan(config: Config, layout: Layout, number: int) -> list[Unit]:
+def _plan(given: Stages, number: int) -> list[Unit]:
     """Plan the units of a stage on the rank of cp that takes most."""
+    config, layout = given.configure()
     places = [Coordinates(0, 0, index, 0) for index in range(layout.cp)]
-    ranks = [measure(config, layout, number, at=at) for at in places]
+    ranks = [measure(config, layout, number, rows=given.rows, at=at) for at in places]
     return [_largest(units) for units in zip(*ranks, strict=True)]
 
 
@@ -160,20 +184,20 @@ def _most(ranks: Iterator[list[Bytes]]) -> list[Bytes]:
 
 
 def measure_processes(
-    world: World, planned: Sequence[tuple[Case, Mapping[int, list[Bytes]]]]
+    world: World, planned: Sequence[tuple[Stages, Mapping[int, list[Bytes]]]]
 ) -> list[dict[int, list[Bytes]]]:
     """By case and stage, the bytes of each slice on this rank: the least of some times, until it is
     what is planned or less."""
     found = []
     with evenly(), to_owners():
-        for case, of_stages in planned:
-            config, layout = configure(case)
-            step = TrainStep(config, layout, world.mesh(case.grid), document_end=END)
+        for given, of_stages in planned:
+            config, layout = given.configure()
+            step = TrainStep(config, layout, world.mesh(given.case.grid), document_end=END)
             for places in step.maps.places.values():
                 places.take(places.present.filled())
             of_case = {}
             for number, expected in of_stages.items():
-                real = _Real(case, layout, step, number)
+                real = _Real(given, layout, step, number)
                 real.walk()  # makes what stays, such as tables of positions
                 least = real.walk()
                 for _ in range(TIMES - 1):
@@ -197,16 +221,17 @@ def to_owners() -> Iterator[None]:
 class _Real:
     """A stage of a process."""
 
-    def __init__(self, case: Case, layout: Layout, step: TrainStep, number: int) -> None:
-        self.case, self.layout, self.number = case, layout, number
+    def __init__(self, given: Stages, layout: Layout, step: TrainStep, number: int) -> None:
+        self.case, self.layout, self.number = given.case, layout, number
+        self.rows = given.rows or self.case.batch
         self.stage: Stage = step.stages[number]
         self.cp = step.mesh.cp.index
 
     def walk(self) -> list[Bytes]:
         """All operations of a micro-batch: F, R, I and W, and once more F and B."""
         lengths, found = self.layout.local_lengths, list[dict[str, int]]()
-        inputs = [[self._message(self.number - side, n) for n in lengths] for side in (1, 0)]
-        given = [each for side in inputs for each in side if each is not None]
+        inputs = [[self._message(side, n) for n in lengths] for side in ("F", "I")]
+        given = [tensor for side in inputs for each in side for tensor in each]
         self.stage.begin(train=True)
         live = LiveStorages(known_of(self.stage, *given))
         for fused in (False, True):
@@ -221,7 +246,7 @@ class _Real:
         self,
         live: LiveStorages,
         mbs: Sequence[MicroBatch],
-        inputs: Sequence[Sequence[Tensor | None]],
+        inputs: Sequence[Sequence[Sequence[Tensor]]],
         found: list[dict[str, int]],
         *,
         fused: bool,
@@ -272,12 +297,18 @@ class _Real:
         apart = ("host", "cached after F", "cached after I")
         return {what: size - rest * (what not in apart) for what, size in one.items()}
 
-    def _message(self, stage: int, length: int) -> Tensor | None:
+    def _message(self, operation: str, length: int) -> list[Tensor]:
+        """What an operation takes."""
+        stage = self.number - (operation == "F")
         if not 0 <= stage < self.layout.stages - 1:
-            return None
+            return []
         spec = self.layout.stage_layers[stage]
-        (tensor,) = self.layout.model.message(spec, self.case.batch, length)
-        return torch.full(tensor.shape, 0.1, dtype=getattr(torch, tensor.dtype))
+        tensors = self.layout.model.message(spec, self.rows, length)
+        return [
+            torch.full(each.shape, 0.1, dtype=getattr(torch, each.dtype))
+            for each in tensors
+            if each.has_grad or operation == "F"
+        ]
 
     def _microbatches(self) -> Iterator[MicroBatch]:
         layout, start = self.layout, 0
@@ -287,7 +318,7 @@ class _Real:
         if len(lengths) > 1:
             more |= {"sequence_length": sum(lengths), "earlier": {}}
         for length in lengths:
-            ids = torch.arange(self.case.batch * length).view(-1, length) % self.case.vocab
+            ids = torch.arange(self.rows * length).view(-1, length) % self.case.vocab
             documents = None
             if self.case.documents:  # of all ranks that have parts of a sequence
                 whole = torch.zeros(len(ids), (start + length) * layout.cp, dtype=torch.int64)
@@ -307,6 +338,7 @@ class _Real:
             start += length
 
 
-def _copy(message: Tensor | None) -> Tensor | None:
+def _copy(message: Sequence[Tensor]) -> Message:
     """A message that belongs to the operation that takes it."""
-    return None if message is None else message.clone()
+    copies = tuple(each.clone() for each in message)
+    return copies if len(copies) > 1 else next(iter(copies), None)

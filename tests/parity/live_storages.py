@@ -98,7 +98,8 @@ def known_of(stage: Stage, *inputs: Tensor) -> list[Tensor]:
     ]
     places = [each.places for each in expert_layers(stage.module) if each.places is not None]
     copies = [tensor for each in places for tensor in each.tensors()]
-    return [*inputs, *known, *copies, *stage.module.constants()]
+    constants = getattr(stage.module, "constants", list)()
+    return [*inputs, *known, *copies, *stage.module.buffers(), *constants]
 
 
 def settle() -> None:

@@ -102,6 +102,12 @@ class Ignore(nn.Module):
         return self.start.expand(*x.shape[:2], WIDTH).cumsum(1)
 
 
+def squares(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """A loss: the sum of the unmasked tokens' squared distances from labels."""
+    wanted = functional.one_hot(labels, logits.shape[-1]).to(logits.dtype)
+    return ((logits - wanted).square().sum(-1) * mask).sum()
+
+
 def _layers(
     vocab_size: int, depth: int, up: type[nn.Linear], down: type[nn.Linear], head: type[nn.Linear]
 ) -> list[nn.Module]:
@@ -161,6 +167,8 @@ class Own:
     model: str
     case: Case
     depth: int
+    loss: str | None = None
+    """A loss of this file."""
 
 
 def settle(own: Own) -> tuple[Config, Layout]:
@@ -172,7 +180,10 @@ def settle(own: Own) -> tuple[Config, Layout]:
         vocab_size=own.case.vocab,
         dtype="fp64",
     )
-    return resolve(config.model_copy(update={"model": model}), own.case.world, own.case.vocab)
+    loss = None if own.loss is None else f"{__name__}:{own.loss}"
+    train = config.train.model_copy(update={"loss": loss})
+    config = config.model_copy(update={"model": model, "train": train})
+    return resolve(config, own.case.world, own.case.vocab)
 
 
 def run_own(world: World, all_of_them: Sequence[Own]) -> list[Outcome]:

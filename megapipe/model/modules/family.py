@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -216,11 +217,17 @@ class Modules(Family):
 
     def build(self, stage: StageSpec, sharding: Sharding) -> ModuleStage:
         """A stage whose parameters have no storage yet, but remember their initial values. Buffers
-        keep the types in which they were made, as angles need more digits than weights."""
+        keep the types in which they were made, as angles need more digits than weights. With
+        torch's meta device as the default one nothing has values."""
+        import torch
+
         from megapipe.model.modules.stage import ModuleStage
         from megapipe.model.modules.units import places
 
-        made = self._source.make(self.conditions.seed, stage.layers)
+        if torch.get_default_device().type == "meta":
+            made = dict(enumerate(deepcopy(list(self._sketch))))
+        else:
+            made = self._source.make(self.conditions.seed, stage.layers)
         last = self.layers - 1
         layers = {number: made[number] for number in stage.layers}
         found = [p for p in places(made, last, self._source) if p.layer in stage.layers]
