@@ -274,7 +274,7 @@ class _Run:
 
     def _microbatches(self) -> Iterator[MicroBatch]:
         layout, mesh = self.layout, self.mesh
-        start, lengths = 0, layout.local_lengths
+        start, lengths, sources = 0, layout.local_lengths, len(self.config.data.mixture)
         held = None
         if layout.split.cp > 1:
             held = layout.split.held(layout.slice_lengths, mesh.cp.index)
@@ -288,10 +288,12 @@ class _Run:
                 seed=0,
                 tokens=ids,
                 labels=ids,
-                mask=torch.empty(shape, dtype=torch.bool),
+                mask=torch.empty(shape, dtype=torch.uint8 if sources else torch.bool),
                 documents=self._documents((start + length) * layout.cp),
+                by_source=torch.empty(sources, dtype=torch.float64) if sources else None,
                 start=start,
                 held=held,
+                positions=ids.t() if self.config.resets_positions else None,
                 sequence_length=sum(lengths) if len(lengths) > 1 else None,
                 earlier={} if len(lengths) > 1 else None,
                 loads=loads,
@@ -388,7 +390,7 @@ def _lasting(module: Any) -> Iterator[Tensor]:
 
 
 def _given(mb: MicroBatch) -> Iterator[Tensor]:
-    for tensor in (mb.tokens, mb.labels, mb.mask):
+    for tensor in (mb.tokens, mb.labels, mb.mask, mb.positions, mb.by_source):
         if tensor is not None:
             yield tensor
 

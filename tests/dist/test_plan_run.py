@@ -21,6 +21,7 @@ from megapipe.engine.stage import Stage
 from megapipe.experts.map import ExpertMap
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
 from megapipe.model.interface import Message
 from megapipe.ops.documents import Documents
 from megapipe.ops.storages import LiveStorages
@@ -61,17 +62,25 @@ class Stages(NamedTuple):
     """The user-defined model, of those in tests.parity.own_models."""
     loss: str | None = None
     """A user-defined loss, likewise."""
+    keys: Mapping[str, Mapping[str, Any]] = {}
+    """Keys of the configuration that cases do not have, by section."""
 
     @property
     def name(self) -> str:
-        more = [str(each) for each in (self.own, self.loss, self.rows) if each]
+        more = [str(each) for each in (self.own, self.loss, self.rows, self.keys) if each]
         return " ".join([self.case.name, *more])
 
     def configure(self) -> tuple[Config, Layout]:
-        if not self.own:
-            return configure(self.case)
-        own = own_models.Own(self.own, self.case, self.case.layers, self.loss)
-        return own_models.settle(own)
+        if self.own:
+            own = own_models.Own(self.own, self.case, self.case.layers, self.loss)
+            return own_models.settle(own)
+        config, layout = configure(self.case)
+        if not self.keys:
+            return config, layout
+        tree = config.model_dump()
+        for section, keys in self.keys.items():
+            tree[section].update(keys)
+        return resolve(Config.model_validate(tree), self.case.world, self.case.vocab)
 
 
 CASES = [
@@ -197,7 +206,7 @@ def measure_processes(
                 places.take(places.present.filled())
             of_case = {}
             for number, expected in of_stages.items():
-                real = _Real(given, layout, step, number)
+                real = _Real(given, config, layout, step, number)
                 real.walk()  # makes what stays, such as tables of positions
                 least = real.walk()
                 for _ in range(TIMES - 1):
@@ -221,8 +230,10 @@ def to_owners() -> Iterator[None]:
 class _Real:
     """A stage of a process."""
 
-    def __init__(self, given: Stages, layout: Layout, step: TrainStep, number: int) -> None:
-        self.case, self.layout, self.number = given.case, layout, number
+    def __init__(
+        self, given: Stages, config: Config, layout: Layout, step: TrainStep, number: int
+    ) -> None:
+        self.case, self.config, self.layout, self.number = given.case, config, layout, number
         self.rows = given.rows or self.case.batch
         self.stage: Stage = step.stages[number]
         self.cp = step.mesh.cp.index
@@ -236,7 +247,7 @@ class _Real:
         live = LiveStorages(known_of(self.stage, *given))
         for fused in (False, True):
             mbs = list(self._microbatches())
-            live.know(t for mb in mbs for t in (mb.tokens, mb.labels, mb.mask) if t is not None)
+            live.know(value for mb in mbs for value in vars(mb).values() if torch.is_tensor(value))
             self.stage.begin(train=True)
             live.peak = live.bytes
             self._pass(live, mbs, inputs, found, fused=fused)
@@ -323,7 +334,11 @@ class _Real:
             if self.case.documents:  # of all ranks that have parts of a sequence
                 whole = torch.zeros(len(ids), (start + length) * layout.cp, dtype=torch.int64)
                 documents = Documents(whole, ids.device)
+            if self.config.resets_positions:
+                more["positions"] = ids.t() % layout.local_length
             mask = torch.ones_like(ids, dtype=torch.bool)
+            if sources := len(self.config.data.mixture):
+                mask, more["by_source"] = mask.byte(), torch.zeros(sources, dtype=torch.float64)
             yield MicroBatch(
                 index=0,
                 step=0,

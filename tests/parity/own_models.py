@@ -45,6 +45,26 @@ class Mixer(nn.Module):
         return x + self.scale * self.down(functional.gelu(self.up(mixed)))
 
 
+class Attending(nn.Module):
+    """Attention by torch's kernels, added to x [b, s, w]: causal, by a mask, of fewer key heads, and
+    with dropout."""
+
+    def __init__(self, up: type[nn.Linear], down: type[nn.Linear]) -> None:
+        super().__init__()
+        self.qkv = up(WIDTH, 3 * WIDTH)
+        self.out = down(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, 4, -1).permute(2, 0, 3, 1, 4)  # [b, heads, s, d]
+        attend = functional.scaled_dot_product_attention
+        past = torch.ones(s, s, dtype=torch.bool, device=x.device).tril()
+        y = attend(q, k, v, is_causal=True) + attend(q, k, v, attn_mask=past)
+        y = y + attend(q, k[:, :2], v[:, :2], is_causal=True, enable_gqa=True)
+        y = y + attend(q, k, v, is_causal=True, dropout_p=0.1 * self.training)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
 class Memory(nn.Module):
     """x -> (x, what every later layer may look at, whole numbers that nobody differentiates)."""
 
@@ -118,6 +138,12 @@ def _layers(
 def plain(vocab_size: int, depth: int) -> list[nn.Module]:
     """Nothing of megapipe."""
     return _layers(vocab_size, depth, nn.Linear, nn.Linear, nn.Linear)
+
+
+def attending(vocab_size: int, depth: int) -> list[nn.Module]:
+    """Attention."""
+    inner = [Attending(Linear, Linear) for _ in range(depth - 2)]
+    return [nn.Embedding(vocab_size, WIDTH), *inner, Linear(WIDTH, vocab_size)]
 
 
 def split(vocab_size: int, depth: int) -> list[nn.Module]:

@@ -46,8 +46,7 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Take the fused kernel's shapes where one would be chosen: without dropout, of as many key
-    heads as queries."""
+    """Take the shapes of a CPU's fused kernel where that would be chosen: without dropout."""
     within_torch = mock.patch.object(functional, "scaled_dot_product_attention", _attention)
     with within_torch, _Calls():  # the former for nn.MultiheadAttention
         yield
@@ -63,9 +62,12 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    alike = query.dim() == 4 and query.shape[:2] == key.shape[:2] and key.shape == value.shape
+    alike = query.dim() == 4 and query.shape[0] == key.shape[0] and key.shape == value.shape
+    alike &= enable_gqa or query.shape[1] == key.shape[1]
     masked = attn_mask is not None and attn_mask.requires_grad
     if dropout_p == 0 and not masked and alike and query.shape[-1] == key.shape[-1]:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
         y: Tensor = FUSED(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
         return y
     return _PLAIN(
