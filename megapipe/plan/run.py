@@ -397,23 +397,25 @@ def _given(mb: MicroBatch) -> Iterator[Tensor]:
 
 class _EvenCounts:
     """Counts rows as :func:`count_rows` would where tokens choose the experts of a layer in turn;
-    those of this rank get `imbalance` times as many. They are known to the host, which has nothing
-    to wait for. All go to the ranks that own the experts, and none to copies.
+    those of this rank get `imbalance` times as many, without it as many as their capacity allows,
+    where they have one. They are known to the host, which has nothing to wait for. All go to the
+    ranks that own the experts, and none to copies.
     """
 
-    def __init__(
-        self, layer: Experts, rows: int, length: int, imbalance: Fraction | None
-    ) -> None:
+    def __init__(self, layer: Experts, rows: int, length: int, imbalance: Fraction | None) -> None:
         self.layer, self.rows, self.length = layer, rows, length
-        self.more = 1 if imbalance is None else imbalance
+        self.more = imbalance
 
     def __call__(self, choice: Tensor, places: int, ep: Axis) -> Counts:
         counted = count_rows(choice, places, ep)
         ranks = max(1, ep.size // self.layer.sharding.etp)
         experts, on_each = self.layer.routing.experts, places // ranks
         owned = experts // ranks
-        more = self.more if ranks > 1 else 1
-        of_own = min(choice.numel() * more / experts, Fraction(choice.numel(), owned))
+        all_own = Fraction(choice.numel(), owned)
+        more = 1 if self.more is None or ranks == 1 else self.more
+        of_own = min(choice.numel() * more / experts, all_own)
+        if self.more is None and self.layer.routing.places(self.length) is not None:
+            of_own = all_own
         others = (choice.numel() - of_own * owned) / max(1, experts - owned)
         known = []
         for place in range(places):

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -196,7 +197,10 @@ def _plan(given: Stages, number: int) -> list[Unit]:
     """Plan the units of a stage on the rank of cp that takes most."""
     config, layout = given.configure()
     places = [Coordinates(0, 0, index, 0) for index in range(layout.cp)]
-    ranks = [measure(config, layout, number, rows=given.rows, at=at) for at in places]
+    even = Fraction(1)
+    ranks = [
+        measure(config, layout, number, rows=given.rows, at=at, imbalance=even) for at in places
+    ]
     return [_largest(units) for units in zip(*ranks, strict=True)]
 
 

@@ -46,8 +46,8 @@ class Mixer(nn.Module):
 
 
 class Attending(nn.Module):
-    """Attention by torch's kernels, added to x [b, s, w]: causal, by a mask, of fewer key heads, and
-    with dropout."""
+    """Attention by torch's kernels, added to x [b, s, w]: causal, by a mask, of fewer key heads,
+    and with dropout."""
 
     def __init__(self, up: type[nn.Linear], down: type[nn.Linear]) -> None:
         super().__init__()
