@@ -6,8 +6,7 @@ mesh of which no other rank exists. Experts are chosen in turn, so that all get 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from megapipe.assembly.context import make_context
 from megapipe.assembly.expert_places import make_places
@@ -32,26 +30,21 @@ from megapipe.layers.experts import Experts, expert_layers
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import spec_of
 from megapipe.layers.weight_grad import main_grad
-from megapipe.layout.layout import DeviceKind, Layout
-from megapipe.model.interface import Message, StageModule
+from megapipe.layout.layout import Layout
+from megapipe.model.interface import Loss, Message, StageModule
 from megapipe.model.modules.fused_attention import fused_attention
 from megapipe.model.partition import StageSpec
 from megapipe.ops.documents import Documents
 from megapipe.ops.kernels import Kernels
-from megapipe.ops.storages import LiveStorages
-from megapipe.plan.kernels import STAND_INS, WORKSPACES, planned_kernels
+from megapipe.plan.kernels import planned_kernels
 from megapipe.plan.segments import Measured, Part, Segment, Short, Slice, shortened, units_of
-from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
+from megapipe.plan.trace import Trace
+from megapipe.plan.unit import Operation, Transfer, Unit
 from megapipe.plan.units import part_of
+from megapipe.user_code import FAILURES
 
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _META = torch.device("meta")
-_NO_KERNEL = re.compile(
-    "_?(unsafe_)?(reshape_)?(view|alias)|reshape|t|transpose|permute|expand|select|slice|as_strided"
-    "|(un)?squeeze|split(_with_sizes)?|unbind|chunk|narrow|(un)?flatten|unfold|detach|set_|resize_"
-    "|lift_fresh|(new_)?empty(_like|_strided)?|record_stream|is_same_size"
-)
-"""Names of operations that only see or allocate memory."""
 
 
 def measure(
@@ -96,80 +89,6 @@ def run_part(
     return _Run(config, layout, part, rows, at, kernels, imbalance).measured()
 
 
-class _Trace(LiveStorages):
-    """Bytes alive, and the kernels and collectives in their order, on a device of a `kind`."""
-
-    def __init__(self, kind: DeviceKind, cached: Callable[[], int]) -> None:
-        super().__init__()
-        self._stand_ins, self._workspaces = STAND_INS[kind], WORKSPACES[kind]
-        self._cached = cached
-        self._layers: dict[int, int] = {}
-        self._calls: list[Kernel | Transfer] = []
-        self._done: list[Segment] = []
-        self._seen: set[int | None] = set()
-        self._layer: int | None = None
-        self._before = self._now()
-
-    def belong(self, layer: int, tensors: Iterable[Tensor]) -> None:
-        """Begin a segment where one of these `tensors` is first taken."""
-        self._layers |= {tensor.untyped_storage()._cdata: layer for tensor in tensors}
-
-    def begin(self) -> None:
-        """Begin an operation."""
-        self._done, self._seen = [], set()
-        self._turn(None)
-
-    def end(self) -> tuple[Segment, ...]:
-        """Return the segments of the operation."""
-        self._end_segment()
-        return tuple(self._done)
-
-    def _turn(self, layer: int | None) -> None:
-        self._layer, self._before, self._calls, self.peak = layer, self._now(), [], self.bytes
-        self._seen.add(layer)
-
-    def _now(self) -> tuple[int, int, int]:
-        return self.bytes, sum(self.host_sizes), self._cached()
-
-    def _end_segment(self) -> None:
-        changes = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        device, host, cached = changes
-        self._done.append(
-            Segment(
-                layer=self._layer,
-                peak=self.peak - self._before[0],
-                device=device,
-                host=host,
-                cached=cached,
-                calls=tuple(self._calls),
-            )
-        )
-
-    def note(self, call: Kernel | Transfer) -> None:
-        self._calls.append(call)
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        for tensor in _tensors((args, kwargs)):
-            layer = self._layers.get(tensor.untyped_storage()._cdata)
-            if layer is not None and layer not in self._seen:
-                self._end_segment()
-                self._turn(layer)
-        run = self._stand_ins.get(func, func)
-        out = super().__torch_dispatch__(run, types, args, kwargs)
-        if func in self._workspaces:
-            inside = self._workspaces[func](*args, **kwargs or {})
-            self.peak = max(self.peak, self.bytes + inside)
-        if func.namespace != "prim" and not _NO_KERNEL.fullmatch(func._overloadpacket.__name__):
-            self.note(_kernel(func, args, kwargs or {}, out))
-        return out
-
-
 class _Run:
     """A stage of a layout on the meta device."""
 
@@ -196,6 +115,9 @@ class _Run:
         with _META:
             sharding = make_sharding(config, self.mesh, kernels)
             self.module = _built(layout.model.build(part.spec, sharding))
+            if config.train.loss is not None:
+                own: Any = self.module
+                own.loss = _WithoutValues(own.loss)
             _fill_slots(config, self.module)
             for layer in expert_layers(self.module):
                 count = _EvenCounts(layer, rows, config.train.sequence_length, imbalance)
@@ -203,7 +125,7 @@ class _Run:
                 layer.sharding = replace(layer.sharding, form=form)
             self.stage = make_stage(layout, self.module, part.spans, recompute=part.recompute)
         self.stage.own_autograd_parameters()
-        self.trace = _Trace(layout.device, self.stage.cached_bytes)
+        self.trace = Trace(layout.device, self.stage.cached_bytes)
         self._mark_layers()
 
     def measured(self) -> Measured:
@@ -369,6 +291,21 @@ def _built(module: StageModule) -> StageModule:
     return module
 
 
+class _WithoutValues:
+    """A user-defined loss; the sum of what it is given where it fails without values, as then only
+    a run knows what it keeps."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def __call__(self, output: Any, labels: Tensor, mask: Tensor) -> Tensor:
+        try:
+            return self.loss(output, labels, mask)
+        except FAILURES:
+            given = (each for each in tree_leaves(output) if each.is_floating_point())
+            return torch.stack([each.sum() for each in given]).sum()
+
+
 def _fill_slots(config: Config, module: StageModule) -> None:
     """Give layers with experts places, with a copy in each slot, where experts move."""
     for places in make_places(config, {0: module}).get(0, ()):
@@ -430,56 +367,3 @@ class _EvenCounts:
         if most is None:
             return int(rows)
         return min(int(rows), -(-self.rows * most // self.layer.sharding.sequence.size))
-
-
-def _kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Kernel:
-    packet = func._overloadpacket
-    product = _product(packet.__name__, args)
-    flops = 0
-    if product is not None:
-        flops = 2 * prod(product)
-    elif "attention" in packet.__name__:
-        flops = _attention_flops(func, args, kwargs)
-    elif packet in flop_registry:
-        flops = flop_registry[packet](*args, **kwargs, out_val=out)
-    return Kernel(
-        name=packet.__name__,
-        flops=flops,
-        read=sum(map(_bytes, _tensors((args, kwargs)))),
-        written=sum(map(_bytes, _tensors(out))),
-        product=product,
-    )
-
-
-def _product(name: str, args: Sequence[Any]) -> tuple[int, int, int] | None:
-    """m, n and k; torch counts no products that are added in place, nor those of groups of rows."""
-    if name in ("mm", "_grouped_mm"):
-        left, right = args[:2]
-    elif name in ("addmm", "addmm_"):
-        left, right = args[1:3]
-    else:
-        return None
-    return int(left.shape[0]), int(right.shape[-1]), int(left.shape[1])
-
-
-def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """FLOPs of the scores that a causal mask leaves: two products forward, five backward."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    q, k = given["query"], given["key"]
-    heads, (s, t) = prod(q.shape[:-2]), (q.shape[-2], k.shape[-2])
-    if q.dim() == 3:  # rows of sequences after each other, [rows, heads, d]
-        heads, (s, t) = q.shape[1] * (len(given["cum_seq_q"]) - 1), (given["max_q"], given["max_k"])
-    scores = s * (s + 1) // 2 if given.get("is_causal", False) else s * t
-    products = 5 if "backward" in func._overloadpacket.__name__ else 2
-    return int(2 * products * heads * scores * q.shape[-1])
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Count bytes that a kernel reads of a tensor: what is broadcast, once."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.element_size() * prod(size for size, stride in sizes if stride)
