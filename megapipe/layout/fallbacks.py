@@ -8,14 +8,21 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.launch.endpoints import Nodes
 from megapipe.layout.others import replica_size, with_layout
-from megapipe.layout.resolve import resolve
+from megapipe.layout.resolve import FreedShare, resolve
 from megapipe.words import counted
 
 
-def check_layouts(config: Config, world: int, *, where: str = "configuration") -> None:
+def check_layouts(
+    config: Config,
+    world: int,
+    *,
+    where: str = "configuration",
+    freed: FreedShare | None = None,
+) -> None:
     """Refuse one of ``parallel.layouts`` that cannot be had: each is resolved as if it were the
     layout of the job. `config` is as it was given, `world` the number of processes that there are.
 
+    Limits of memory are checked where `freed` is given, as for :func:`resolve`.
     One that leaves dp open has several numbers of processes, and is refused if it can be had with
     none of them. Raises :class:`ConfigError`, in one line that begins with `where` and the layout.
     """
@@ -26,7 +33,8 @@ def check_layouts(config: Config, world: int, *, where: str = "configuration") -
         problem = None
         for processes in _numbers(made, world):
             try:
-                resolve(made, processes, None, where=f"{where}: parallel.layouts.{name}")
+                named = f"{where}: parallel.layouts.{name}"
+                resolve(made, processes, None, where=named, freed=_limited(made, freed))
                 break
             except ConfigError as error:
                 problem = problem or error
@@ -35,15 +43,23 @@ def check_layouts(config: Config, world: int, *, where: str = "configuration") -
             raise problem
 
 
-def check_fewest(config: Config, nodes: Nodes, ranks: int, *, where: str = "configuration") -> None:
+def check_fewest(
+    config: Config,
+    nodes: Nodes,
+    ranks: int,
+    *,
+    where: str = "configuration",
+    freed: FreedShare | None = None,
+) -> None:
     """Refuse a job that could not go on with the least of its `nodes`, of `ranks` processes each.
+    Limits of memory are checked where `freed` is given, as for :func:`resolve`.
 
     `config` is as it was given. Raises :class:`ConfigError`, in one line that begins with `where`.
     """
     if not nodes.elastic:
         return
     try:
-        resolve(config, nodes.least * ranks, None)
+        resolve(config, nodes.least * ranks, None, freed=_limited(config, freed))
     except ConfigError as error:
         reason = str(error).removeprefix("configuration: ").partition(";")[0]
         raise ConfigError(
@@ -51,6 +67,11 @@ def check_fewest(config: Config, nodes: Nodes, ranks: int, *, where: str = "conf
             f"for which there is no layout ({reason}): expected one of parallel.layouts for it, no "
             f"parallel.dp, or --nnodes {nodes.most}"
         ) from None
+
+
+def _limited(config: Config, freed: FreedShare | None) -> FreedShare | None:
+    """Measure only where a limit is to be checked."""
+    return None if config.pipeline.memory_limit is None else freed
 
 
 def _numbers(config: Config, world: int) -> Iterator[int]:

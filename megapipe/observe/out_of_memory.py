@@ -14,7 +14,7 @@ from megapipe.errors import MegapipeError, OutOfMemory
 from megapipe.layout.layout import Layout
 from megapipe.plan.demand import demand, size_text
 from megapipe.plan.report import report
-from megapipe.plan.units import Units
+from megapipe.plan.units import units_of_run
 
 _HOST = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", re.DOTALL)
 """The message where torch is refused memory of the host."""
@@ -73,7 +73,7 @@ def _reason(error: BaseException) -> str:
 def _planned(config: Config, layout: Layout) -> str:
     """The plan's bytes, as text that goes on; nothing where there is no plan."""
     try:
-        totals, parts = demand(Units(config, layout))
+        totals, parts = demand(units_of_run(config, layout))
     except (MegapipeError, RuntimeError, MemoryError):
         return ""
     return f"the plan counts {size_text(max(totals))} per process ({parts}), "

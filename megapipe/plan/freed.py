@@ -9,12 +9,13 @@ from megapipe.plan.units import Units
 _PARTS = 1000
 
 
-def freed_share(config: Config, layout: Layout) -> Fraction:
+def freed_share(config: Config, layout: Layout, units: Units | None = None) -> Fraction:
     """Measure the share that an I frees at every stage, in whole thousandths; W frees the rest.
+    `units` are those of the layout, if there are some.
 
     0 where a stage's weight gradients wait with as much as it has saved, or more.
     """
-    units = Units(config, layout)
+    units = units or Units(config, layout)
     each = (units.of(stage)[0] for stage in range(layout.stages))
     return min(Fraction(_thousandths(unit.held, unit.queued), _PARTS) for unit in each)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import megapipe
+from megapipe.beneath import make_folder
 from megapipe.command_line import phase
 from megapipe.config import Config
 from megapipe.distributed.grid import Coordinates
 from megapipe.layout.layout import Layout
-from megapipe.plan.cache import Cache
+from megapipe.plan.cache import Cache, user_cache
 from megapipe.plan.segments import Measured, Part, shortened, units_of
 from megapipe.plan.unit import Unit
 from megapipe.user_code import is_user_code
@@ -88,6 +90,14 @@ class Units:
             kept = Cache([]) if _has_user_code(config) else self._cache
             self._measured[key] = kept.get(key, Measured, run)
         return units_of(self._measured[key], short)
+
+
+def units_of_run(config: Config, layout: Layout) -> Units:
+    """Make the units of a run, which are in its folder too: `units`."""
+    folders = [user_cache()]
+    with contextlib.suppress(OSError):
+        folders.insert(0, make_folder(Path(config.run.folder) / config.run.name, "units"))
+    return Units(config, layout, Cache(folders))
 
 
 def part_of(layout: Layout, stage: int) -> Part:

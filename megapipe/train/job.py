@@ -39,6 +39,7 @@ from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import newest_config, package_hash
 from megapipe.plan.freed import freed_share
 from megapipe.plan.report import report as plan_report
+from megapipe.plan.units import units_of_run
 from megapipe.watch.journal import Journal, text
 from megapipe.watch.rank import WATCHED_S, Watch
 
@@ -77,9 +78,10 @@ def start(
     given = on_nodes(command.config, info.local_world) if info.launched else command.config
     freed = None if info.launched and not command.dry_run else freed_share
     config, layout = resolve(given, world, None, where=command.where, freed=freed)
-    check_layouts(given, layout.world, where=command.where)
+    check_layouts(given, layout.world, where=command.where, freed=freed_share)
     if info.options is not None:
-        check_fewest(given, nodes_of(info.options), info.local_world, where=command.where)
+        nodes, ranks = nodes_of(info.options), info.local_world
+        check_fewest(given, nodes, ranks, where=command.where, freed=freed_share)
     check_sinks(config.log)
     check_pool(config, layout)
     check_imbalance(config, command.imbalance)
@@ -236,9 +238,11 @@ def _agreed_freed(
 ) -> Fraction:
     """The share that rank 0 measures."""
     name = "the run of stages without values"
-    measure = partial(freed_share, config, layout)
-    text = rendezvous.of_rank_0(store, info.rank, name, lambda: str(measure()), timeout_s)
-    return Fraction(text)
+
+    def measure() -> str:
+        return str(freed_share(config, layout, units_of_run(config, layout)))
+
+    return Fraction(rendezvous.of_rank_0(store, info.rank, name, measure, timeout_s))
 
 
 def _resume_hint(folder: Path, reached: int, info: LaunchInfo) -> str:

@@ -33,7 +33,12 @@ WITHOUT_TORCH = (
     "megapipe.launch.rendezvous",
     "megapipe.watch",
 )
-RUN_STAGES = ("megapipe.plan.run", "megapipe.plan.trace", "megapipe.plan.kernels", "megapipe.plan.cuda_kernels")
+RUN_STAGES = (
+    "megapipe.plan.run",
+    "megapipe.plan.trace",
+    "megapipe.plan.kernels",
+    "megapipe.plan.cuda_kernels",
+)
 """Of the plan, who runs the program, with torch."""
 
 
