@@ -108,7 +108,9 @@ def _resolve(
     config = config.model_copy(update={"experts": experts})
     chunks = {"chunks": resolved_chunks(config, device)}
     config = config.model_copy(update={"experts": experts.model_copy(update=chunks)})
-    if before is not None and config == given and device == before.device:
+    same = before is not None and config == given and device == before.device
+    if same and (freed is None or not counts_freed(config)):
+        assert before is not None
         return config, before
     family = family_of(config, device)
     check(config, family, dp, processes)

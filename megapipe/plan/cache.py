@@ -34,15 +34,18 @@ class Cache:
         self._folders = [user_cache()] if folders is None else folders
 
     def get(self, key: str, kind: type[M], make: Callable[[], M]) -> M:
-        """Read the model of a key, or make it and write it to all folders."""
+        """Read the model of a key, or make it; write it to the folders that lack it."""
+        found, lacking = None, list[Path]()
         for folder in self._folders:
             with contextlib.suppress(OSError, ValidationError):
-                return kind.model_validate_json((folder / f"{key}.json").read_bytes())
-        made = make()
-        for folder in self._folders:
+                found = kind.model_validate_json((folder / f"{key}.json").read_bytes())
+                break
+            lacking.append(folder)
+        found = make() if found is None else found
+        for folder in lacking:
             with contextlib.suppress(OSError):
-                _write(folder, key, made.model_dump_json())
-        return made
+                _write(folder, key, found.model_dump_json())
+        return found
 
 
 def _write(folder: Path, key: str, text: str) -> None:
