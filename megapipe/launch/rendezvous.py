@@ -329,7 +329,7 @@ def first_on_host(store: Store, rank: int, name: str, act: Callable[[], T], time
         store.set(f"{key} done", problem)
 
 
-def of_rank_0(store: Store, rank: int, name: str, make: Callable[[], str], timeout_s: float) -> str:
+def of_rank_0(store: Store, rank: int, timeout_s: float, name: str, make: Callable[[], str]) -> str:
     """Return on all ranks the text that `make` returns on rank 0.
 
     A ConfigError of it is raised on all; :class:`LaunchError` where it takes longer than

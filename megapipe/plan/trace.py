@@ -1,4 +1,4 @@
-"""What an operation of a stage allocates and calls, by the layers whose weights it takes."""
+"""Bytes and calls of an operation of a stage, by the layers whose weights it takes."""
 
 from __future__ import annotations
 

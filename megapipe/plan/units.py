@@ -28,7 +28,7 @@ SECTIONS = ("model", "lora", "kernels", "experts", "context")
 
 
 class Units:
-    """What a micro-batch costs at each stage of a layout."""
+    """Costs of a micro-batch at each stage of a layout."""
 
     def __init__(self, config: Config, layout: Layout, cache: Cache | None = None) -> None:
         self.config, self.layout = config, layout

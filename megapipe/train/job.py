@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
@@ -44,8 +44,6 @@ from megapipe.watch.journal import Journal, text
 from megapipe.watch.rank import WATCHED_S, Watch
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
     from megapipe.train.callbacks.callback import Callback
 
 
@@ -153,6 +151,7 @@ def start(
             config, world, tokenizer.vocab_size, where=command.where, before=layout
         )
         rendezvous.compare_ranks(store, info, compared(config), timeout)
+        of_rank_0 = partial(rendezvous.of_rank_0, store, info.rank, timeout)
         device, backend = devices.choose(config.parallel, info, store)
         kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
         config, layout = resolve(
@@ -162,7 +161,7 @@ def start(
             where=command.where,
             device=kind,
             before=layout,
-            freed=partial(_agreed_freed, store, info, timeout),
+            freed=partial(_agreed_freed, of_rank_0),
         )
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -234,15 +233,14 @@ def start(
 
 
 def _agreed_freed(
-    store: Store, info: LaunchInfo, timeout_s: float, config: Config, layout: Layout
+    of_rank_0: Callable[[str, Callable[[], str]], str], config: Config, layout: Layout
 ) -> Fraction:
-    """The share that rank 0 measures."""
-    name = "the run of stages without values"
+    """Have rank 0 measure the share."""
 
     def measure() -> str:
         return str(freed_share(config, layout, units_of_run(config, layout)))
 
-    return Fraction(rendezvous.of_rank_0(store, info.rank, name, measure, timeout_s))
+    return Fraction(of_rank_0("the run of stages without values", measure))
 
 
 def _resume_hint(folder: Path, reached: int, info: LaunchInfo) -> str:

@@ -1,6 +1,6 @@
 """Drawings in rows of characters, for a terminal."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from string import ascii_lowercase
@@ -82,7 +82,8 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
     windows = [(0, total)] if total <= room else [(0, half), (total - half, total)]
     drawn_rows: list[tuple[Run, ...]] = []
     for rank, row in enumerate(rows):
-        placed = [_place(bar, origin, scale, gap, chunked) for bar in row]
+        shown = (bar for bar in row if _is_within(bar, origin, scale, windows))
+        placed = [_place(bar, origin, scale, gap, chunked) for bar in shown]
         drawn_rows.append(
             (Run(f"rank {rank}".ljust(prefix), None), *_join(_cut(placed, windows, ".")))
         )
@@ -109,6 +110,12 @@ class _Placed(NamedTuple):
     cells: list[_Cell]
     short: list[_Cell]
     """The cells without a label, for a bar that a window cuts."""
+
+
+def _is_within(bar: Bar, origin: Time, scale: float, windows: Sequence[tuple[int, int]]) -> bool:
+    """Whether a bar is in one of the windows, as :func:`_place` places it."""
+    start, end = float(bar.start - origin) * scale, float(bar.end - origin) * scale
+    return any(start < last + 1 and end > first - 1 for first, last in windows)
 
 
 def _place(bar: Bar, origin: Time, scale: float, gap: int, chunked: bool) -> _Placed:
