@@ -117,7 +117,7 @@ CASES = [
     Stages(replace(TP, lora="heads together")),
     Stages(replace(ONE, pp=1, layers=2), (0,)),
     Stages(ONE, (3,), keys=MIXTURE),
-    Stages(replace(ONE, documents=True), (0,), keys={"data": {"reset_positions": True}}),
+    Stages(replace(ONE, documents=True), (0,), keys={"data": {"reset_positions": True}} | ENDS),
     Stages(OWN, (0, 1), own="split"),
     Stages(OWN, own="split", loss="squares"),
     *(Stages(OWN, (0, 1), own=name) for name in ("tied", "severed")),

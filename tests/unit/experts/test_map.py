@@ -133,3 +133,13 @@ def test_places_follow_from_owners(seed: int) -> None:
         assert found.owned(rank) == sorted(found.owned(rank))
         assert [found.places()[e] // each for e in found.owned(rank)] == [rank] * each
     assert ExpertMap.even(6, 3).places() == [*range(6)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_filled_slots_have_copies_of_others(seed: int) -> None:
+    found, _, _ = drawn(seed)
+    others = found.experts - found.experts // found.ranks
+    full = found.filled()
+    assert full.owners == found.owners
+    assert {len(copies) for copies in full.copies} == {min(found.slots, others)}
+    assert ExpertMap.even(4, 2, slots=1).filled().copies == ((2,), (0,)), "those that come next"

@@ -16,11 +16,13 @@ from megapipe.distributed.collectives import start_all_to_all
 from megapipe.layers import linear
 from megapipe.layers.norm import Norm
 from megapipe.layers.parameter import Sharding
+from megapipe.layout.resolve import resolve
+from megapipe.model.gpt.config import ModelConfig
 from megapipe.ops.weight_grad import torch_accumulate
 from megapipe.plan.kernels import planned_kernels
 from megapipe.plan.run import measure
 from megapipe.plan.traffic import operation_traffic
-from megapipe.plan.unit import Transfer, Unit
+from megapipe.plan.unit import Kernel, Transfer, Unit
 from tests.parity.cases import Case, configure
 
 ONE = Case(pp=4, in_process=True, layers=8, dtype="fp32", sequence=64)
@@ -168,3 +170,36 @@ def test_experts_with_more_rows_hold_more() -> None:
     case = replace(ONE, tp=2, sequence_parallel=True, ep=2, moe="top 2")
     even, more = unit_of(case), unit_of(case, imbalance=Fraction(3, 2))
     assert more.held > even.held
+
+
+def test_fetched_experts_have_the_rows_of_this_rank_whatever_the_imbalance() -> None:
+    case = replace(ONE, tp=2, sequence_parallel=True, ep=2, moe="top 2", dispatch="fetch")
+    assert unit_of(case, imbalance=Fraction(3, 2)) == unit_of(case)
+
+
+def test_imbalance_is_of_all_experts_that_this_rank_has_parts_of() -> None:
+    case = replace(ONE, tp=4, sequence_parallel=True, ep=2, etp=2, moe="top 2")
+    unit, inner = unit_of(case, imbalance=Fraction(3, 2)), 12 // case.etp
+    products = [each.product for each in unit.operations["F"] if isinstance(each, Kernel)]
+    rows = sum(product[0] for product in products if product and product[2] == inner)
+    layers = len(configure(case)[1].stage_layers[1].layers)
+    assert rows == layers * 64 * 2 * 2 / case.ep * 3 / 2, "choices of all ranks, 3/2 of the mean"
+
+
+def test_no_more_rows_are_imbalanced_than_there_are() -> None:
+    case = replace(ONE, tp=2, sequence_parallel=True, ep=2, moe="top 2")
+    assert unit_of(case, imbalance=Fraction(9)) == unit_of(case, imbalance=Fraction(2))
+
+
+def test_a_user_defined_family_is_run() -> None:
+    """Message, weights and products of :class:`tests.parity.tiny_family.Tiny`."""
+    config, _ = configure(replace(ONE, pp=1))
+    options = {"width": 6, "depth": 3}
+    model = ModelConfig(
+        source="tests.parity.tiny_family:Tiny", options=options, vocab_size=20, dtype="fp32"
+    )
+    config, layout = resolve(config.model_copy(update={"model": model}), 1, 20)
+    (unit,) = measure(config, layout, 0)
+    tokens = 64 * 2
+    assert unit.flops("F") == 2 * tokens * (3 * 6 * 6 + 6 * 20)
+    assert unit.queued == 0, "autograd computes all weight gradients"
