@@ -102,7 +102,7 @@ def known_of(stage: Stage, *inputs: Tensor) -> list[Tensor]:
     return [*inputs, *known, *copies, *stage.module.buffers(), *constants]
 
 
-def settle() -> None:
+def settle(seconds: float = 0.02) -> None:
     """gloo's thread lets go of a collective's tensors a moment after the collective is done."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        time.sleep(0.02)
+        time.sleep(seconds)
