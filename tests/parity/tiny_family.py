@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from megapipe.dtypes import DTYPE_BYTES, Dtype
+from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, new_parameter
@@ -22,9 +22,7 @@ from megapipe.model.interface import (
     Conditions,
     Family,
     Feature,
-    Held,
     Repeated,
-    Sizes,
     TensorShape,
     Work,
     main_tensor,
@@ -105,10 +103,6 @@ class Tiny(Family):
     def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
         flops = self.forward_flops(stage)
         return Work(F=flops, I=2 * flops, W=0, R=again * flops)
-
-    def held(self, stage: StageSpec, spans: Sequence[Span], sizes: Sizes) -> Held:
-        values = sizes.sequence * sizes.rows * self.width * 2 * len(stage.layers)
-        return Held(values * DTYPE_BYTES[self.dtype], 0, 0)
 
     def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         return (main_tensor((rows, length, self.width), self.dtype),)
