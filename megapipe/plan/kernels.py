@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megapipe.config import Config
 from megapipe.layout.layout import DeviceKind, Layout
+from megapipe.model.modules.fused_attention import cpu_attention
 from megapipe.ops import grouped
 from megapipe.ops.attention import Sdpa
 from megapipe.ops.block_attention import BlockKernel, CpuFlash, Explicit
@@ -38,42 +39,6 @@ def _blocks(layout: Layout) -> BlockKernel:
     needs = layout.model.kernels.attention
     plain = needs is None or needs.scores.among(layout.local_length).plain
     return CpuFlash() if plain else Explicit()
-
-
-def cpu_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    dropout_p: float,
-    scale: float | None,
-) -> Tensor:
-    """Attend as SDPA does with tensors of a CPU, by the name of the kernel that it takes there."""
-    if dropout_p:
-        return _written_out(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(q.dtype)
-    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out: Tensor = flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return out
-
-
-def _written_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float | None,
-    gqa: bool,
-) -> Tensor:
-    math: Any = torch.ops.aten._scaled_dot_product_attention_math
-    out: Tensor = math(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=gqa)[0]
-    return out
 
 
 def _cpu_layer_norm(

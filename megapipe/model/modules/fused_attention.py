@@ -40,19 +40,19 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is _PLAIN:
-            return _attention(*args, **(kwargs or {}))
+            return cpu_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
     """Take the shapes of a CPU's fused kernel where that would be chosen: without dropout."""
-    within_torch = mock.patch.object(functional, "scaled_dot_product_attention", _attention)
+    within_torch = mock.patch.object(functional, "scaled_dot_product_attention", cpu_attention)
     with within_torch, _Calls():  # the former for nn.MultiheadAttention
         yield
 
 
-def _attention(
+def cpu_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,6 +62,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Attend as SDPA does with tensors of a CPU, by the kernel that it takes there."""
     alike = query.dim() == 4 and query.shape[0] == key.shape[0] and key.shape == value.shape
     alike &= enable_gqa or query.shape[1] == key.shape[1]
     masked = attn_mask is not None and attn_mask.requires_grad

@@ -18,7 +18,7 @@ from megapipe.ops.attention_choice import planned_backend
 from megapipe.ops.documents import Documents
 from megapipe.ops.probe import planning
 from megapipe.ops.storages import LiveStorages
-from megapipe.plan import run
+from megapipe.plan import trace
 from megapipe.plan.cuda_kernels import WORKSPACES
 from megapipe.plan.kernels import planned_kernels
 from megapipe.plan.run import measure
@@ -269,7 +269,7 @@ def test_bytes_within_a_kernel_are_in_the_peak_of_its_operation(
 ) -> None:
     before = unit_of()
     flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    monkeypatch.setattr(run, "WORKSPACES", {"cuda": {flash: lambda *_, **__: 1 << 40}})
+    monkeypatch.setattr(trace, "WORKSPACES", {"cuda": {flash: lambda *_, **__: 1 << 40}})
     after = unit_of()
     assert after.peaks["I"] > 1 << 40
     assert after.peaks["B"] > 1 << 40
