@@ -42,6 +42,7 @@ from megapipe.ops.block_attention import CpuFlash
 from megapipe.ops.scores import Scores
 from megapipe.ops.storages import LiveStorages
 from megapipe.plan.traffic import step_traffic
+from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
@@ -257,7 +258,9 @@ def steps(world: World, model: Model, rounds: int) -> tuple[dict[str, list[float
     with mock.patch.object(ring_attention, "start_exchange", spy):
         losses = [train(name) for name in made]
     assert abs(losses[0] / losses[1] - 1) < SAME, f"losses {losses}"
-    planned = sum(e.bytes for e in step_traffic(*cp, 0) if (e.axis, e.collective) == ("cp", "send"))
+    planned = sum(
+        e.bytes for e in step_traffic(Units(*cp), 0) if (e.axis, e.collective) == ("cp", "send")
+    )
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for i in range(rounds):
         for name in list(made) if i % 2 else reversed(made):

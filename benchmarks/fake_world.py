@@ -27,7 +27,12 @@ from megapipe.layers import routing
 from megapipe.ops import attention
 from megapipe.optim.optimizer import Optimizer
 
-_COUNTED = {**COLLECTIVES, "allgather": ("all_gather", 0), "recv": ("recv", 0)}
+_COUNTED = {
+    **COLLECTIVES,
+    "allgather": ("all_gather", 0),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+}
 """Method of ProcessGroup: the collective, and which argument is its whole tensor."""
 _UNKNOWN = (
     "allgather_coalesced",

@@ -278,7 +278,7 @@ def expected(config: Config, layout: Layout, rank: int) -> dict[Seen, Amount]:
     """What the formulas say of process `rank`."""
     result: dict[Seen, Amount] = {}
     at = grid_of(layout).coordinates_of(rank)
-    for each in step_traffic(config, layout, at.pp, at.cp):
+    for each in step_traffic(Units(config, layout), at.pp, at.cp):
         seen = Seen(each.axis, each.collective)
         calls, size = result.get(seen, Amount(0, 0))
         result[seen] = Amount(calls + each.count, size + each.bytes)

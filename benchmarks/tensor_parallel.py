@@ -29,13 +29,13 @@ from megapipe.distributed.collectives import all_gather, all_reduce, reduce_scat
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.interface import Collective
 from megapipe.plan.traffic import step_traffic
+from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 
 TP, VOCABULARY = 2, 4096
-ROUTINES: dict[Collective, Callable[[torch.Tensor, Axis], torch.Tensor]] = {
+ROUTINES: dict[str, Callable[[torch.Tensor, Axis], torch.Tensor]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
@@ -87,8 +87,8 @@ def laid_out(size: Size, side: Side) -> tuple[Config, Layout]:
 
 def exchanges(size: Size, side: Side, mesh: ParallelMesh) -> Callable[[int], None]:
     """The tensor-parallel collectives of a step, one after the other."""
-    each: list[tuple[Collective, torch.Tensor]] = []
-    for exchange in step_traffic(*laid_out(size, side), rank=0):
+    each: list[tuple[str, torch.Tensor]] = []
+    for exchange in step_traffic(Units(*laid_out(size, side)), 0):
         if exchange.axis == "tp":
             values = exchange.bytes // exchange.count // torch.float32.itemsize
             values = -(-values // TP) * TP

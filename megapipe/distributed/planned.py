@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from megapipe.distributed import gloo
 from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
 
 COLLECTIVES = {
@@ -23,9 +24,10 @@ COLLECTIVES = {
     "reduce_scatter_single": ("reduce_scatter", 1),
     "alltoall_base": ("all_to_all", 1),
     "all_to_all_single": ("all_to_all", 1),
-    "send": ("send", 0),
 }
 """torch renamed some in version 2.13."""
+BY_MESSAGES = {gloo.SUM: "reduce_scatter", gloo.GATHER: "all_gather", gloo.SPREAD: "all_gather"}
+"""Collectives that gloo sends as messages to all other members, equally long, by their tags."""
 
 
 class Collective(NamedTuple):
@@ -37,6 +39,9 @@ class Collective(NamedTuple):
     """Members of the group."""
     bytes: int
     """Size of the whole tensor: what is gathered, or what is to be summed or shared out."""
+    dtype: torch.dtype
+    group: object
+    """The planned process group."""
 
 
 class _Complete:
@@ -49,8 +54,10 @@ class _Complete:
 class _PlannedGroup:
     """Has the methods of a process group that collectives call."""
 
-    def __init__(self, ranks: tuple[int, ...], note: Callable[[Collective], None]) -> None:
-        self._ranks, self._note = ranks, note
+    def __init__(
+        self, ranks: tuple[int, ...], index: int, note: Callable[[Collective], None]
+    ) -> None:
+        self._ranks, self._index, self._note = ranks, index, note
 
     def __getattr__(self, name: str) -> Callable[..., _Complete]:
         if name not in COLLECTIVES:
@@ -59,12 +66,23 @@ class _PlannedGroup:
 
         def call(*arguments: Any) -> _Complete:
             given = arguments[whole]
-            tensors: Sequence[Tensor] = [given] if isinstance(given, Tensor) else given
-            nbytes = sum(prod(each.shape) * each.element_size() for each in tensors)
-            self._note(Collective(kind, self._ranks, nbytes))
+            self._told(kind, [given] if isinstance(given, Tensor) else given)
             return _Complete()
 
         return call
+
+    def send(self, tensors: Sequence[Tensor], member: int, tag: int) -> _Complete:
+        """Note a message; a collective with the message to the next member."""
+        if tag not in BY_MESSAGES:
+            self._told("send", tensors)
+        elif member == (self._index + 1) % len(self._ranks):
+            self._told(BY_MESSAGES[tag], tensors, parts=len(self._ranks))
+        return _Complete()
+
+    def _told(self, kind: str, tensors: Sequence[Tensor], parts: int = 1) -> None:
+        nbytes = sum(prod(each.shape) * each.element_size() for each in tensors)
+        dtype = tensors[0].dtype
+        self._note(Collective(kind, self._ranks, parts * nbytes, dtype, self))
 
     def recv(self, *_: Any) -> _Complete:
         """Receive a message, which its sender counts."""
@@ -96,6 +114,6 @@ class PlannedMesh(ParallelMesh):
         if len(ranks) == 1:
             return Axis.alone(self.rank)
         members, backend = tuple(ranks), backend or self.backend
-        group = cast(Any, _PlannedGroup(members, self._note))
         index = members.index(self.rank)
+        group = cast(Any, _PlannedGroup(members, index, self._note))
         return Axis(len(members), index, members, group, "gloo" if backend == "gloo" else "planned")

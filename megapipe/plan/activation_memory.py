@@ -1,20 +1,13 @@
 """Bytes of activations that a pipeline rank holds while it runs its list of operations."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from megapipe.plan.unit import Operation, Unit
+from megapipe.plan.unit import OPERATIONS, Unit
 from megapipe.plan.units import Units
 from megapipe.schedule.ir import Kind, Op
 
-_OPERATIONS: Mapping[Kind, Operation] = {
-    Kind.F: "F",
-    Kind.R: "R",
-    Kind.I: "I",
-    Kind.W: "W",
-    Kind.B: "B",
-}
 _Owner = tuple[int, int, int | None]
 """(stage, micro-batch, slice); without a slice the cache, which the slices share."""
 
@@ -79,7 +72,7 @@ def _moments(
         if inside:
             host = unit.host if op.kind in (Kind.F, Kind.B, Kind.I) else 0
             after = _cache(op, unit) if op.kind == Kind.F else {}
-            most = unit.peak(_OPERATIONS[op.kind], rebuilt=not again)
+            most = unit.peak(OPERATIONS[op.kind], rebuilt=not again)
             yield {owner: Activations(most, host), **after}
         if op.kind == Kind.F:
             yield {owner: Activations(unit.kept, unit.host), **_cache(op, unit)}

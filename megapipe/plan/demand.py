@@ -122,11 +122,12 @@ def _fits(most: int, speeds: Speeds) -> str:
     return f"fits in {where}, {size_text(room - most)} left"
 
 
-def pace_lines(config: Config, layout: Layout, speeds: Speeds, timeline: Timeline) -> list[str]:
+def pace_lines(units: Units, speeds: Speeds, timeline: Timeline) -> list[str]:
     """Lines of the plan: how long a step takes, and what was assumed."""
+    config, layout = units.config, units.layout
     if speeds.tflops is None:
         return ["time          not known: set log.device (as in H100) or log.peak_tflops"]
-    seconds, pause = expected_step(config, layout, speeds)
+    seconds, pause = expected_step(units, speeds)
     if layout.in_process:
         windows = layout.stream.windows_of(layout.listed) if layout.stream is not None else 1
         seconds = float(sum(timeline.busy)) / windows

@@ -2,21 +2,23 @@
 
 An operation takes the time of its stage's FLOPs at a share of the device's peak
 (``log.efficiency``), and that of its tensor-parallel collectives at the speed of a node's links or
-of the network; with ``kernels.overlap`` collectives of B and W count only as far as they outlast
-the weight gradients beside which they run. Tokens travel to experts, which are chosen evenly, and
+of the network, in I, B or R also those of a forward that runs again; with ``kernels.overlap`` other
+collectives of B and W count only as far as they outlast the weight gradients beside which they run.
+Tokens travel to experts, which are chosen evenly, and
 back, and are waited for, but for the time in which a simulation of the layer computes meanwhile
 (:mod:`megapipe.layout.expert_time`). The simulator lets messages and the collectives of replicas
 run beside operations. Other latencies than these exchanges', the update and waits for memory are
 not modelled; the share of the peak has to cover them.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.layout.context_plan import PASSES, Pass
 from megapipe.layout.costs import scaled
 from megapipe.layout.expert_time import alike, trained
 from megapipe.layout.layout import Layout
@@ -24,76 +26,82 @@ from megapipe.layout.links import speed
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.context_choice import cost_of
-from megapipe.plan.context_traffic import attentions
 from megapipe.plan.traffic import (
     Exchange,
     largest_message,
     message_bytes,
-    operation_traffic,
+    operation_transfers,
     reduction,
-    token_exchanges,
 )
+from megapipe.plan.unit import Operation, Transfer
+from megapipe.plan.units import Units
 from megapipe.schedule.cost import WHOLE, Buckets, Cost, Leaving
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.streams.times import window_times
 from megapipe.schedule.timing.simulate import Timeline, simulate
 
+KINDS: tuple[Operation, ...] = ("F", "R", "I", "W", "B")
+SIMULATED = ("attention", "experts")
 
-def expected(config: Config, layout: Layout, speeds: Speeds) -> Timeline:
+
+def expected(units: Units, speeds: Speeds) -> Timeline:
     """Simulate a step, or some windows of a stream: in seconds, or if the device's peak is not
     known in FLOPs, with those of a layer's forward as 1."""
-    return simulate(layout.listed, _cost(config, layout, speeds), layout.replicas)
+    layout = units.layout
+    return simulate(layout.listed, _cost(units, speeds), layout.replicas)
 
 
-def expected_step(config: Config, layout: Layout, speeds: Speeds) -> tuple[float, float]:
+def expected_step(units: Units, speeds: Speeds) -> tuple[float, float]:
     """The time of a step in the units of :func:`expected`, and what a pause adds: of a stream, a
     window in the steady state; others have no pause."""
-    if layout.stream is not None:
-        times = window_times(layout.stream, _cost(config, layout, speeds))
+    stream = units.layout.stream
+    if stream is not None:
+        times = window_times(stream, _cost(units, speeds))
         return float(times.window), float(times.pause)
-    return float(expected(config, layout, speeds).makespan), 0.0
+    return float(expected(units, speeds).makespan), 0.0
 
 
-def _cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
+def _cost(units: Units, speeds: Speeds) -> Cost:
     if speeds.tflops is None:
+        layout = units.layout
         return scaled(layout.cost, 1 / layout.model.unit_of_work())
-    return timed_cost(config, layout, speeds)
+    return timed_cost(units, speeds)
 
 
-def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
+def timed_cost(units: Units, speeds: Speeds) -> Cost:
     """Seconds of every operation, message, reduction and gathering of a step, on a device of known
     speed. Raises :class:`ConfigError`."""
+    config, layout = units.config, units.layout
     tokens = layout.local_length * config.train.microbatch
     computed = scaled(layout.cost, tokens / layout.tp / speeds.reached)
     reduce, gather, buckets = _replicas(config, layout)
     stride = layout.tp * layout.cp * layout.dp
 
-    kinds = ("F", "I", "W", "B")
-    waits = cost_of(config, speeds).exposed if layout.cp > 1 else {"F": 0.0, "I": 0.0}
+    hidden, compiled = config.kernels.overlap, config.kernels.compile
     link, own = 1e9 * speed(config, layout.tp), computed.table(layout.stages)
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for stage in range(layout.stages):
-        F, I, W = (float(own[Kind[kind]][stage]) for kind in "FIW")  # noqa: E741
-        sent = {k: float(operation_traffic(config, layout, stage, k)) / link for k in kinds}
-        hidden = config.kernels.overlap
-        F += attentions(layout, stage, "F", "cp") * waits["F"]
-        I += attentions(layout, stage, "I", "cp") * waits["I"]  # noqa: E741
-        about_tokens = _about_tokens(config, layout, stage, speeds)
-        F, I, W = F + about_tokens["F"], I + about_tokens["I"], W + about_tokens["W"]  # noqa: E741
+        waits = _Waits.of(units, stage, speeds)
+        F, R, I, W = (float(own[Kind[k]][stage]) + waits.besides_tp(k) for k in KINDS[:4])  # noqa: E741
         F += _message(config, layout, stage, stage - 1) / link
         I += _message(config, layout, stage, stage + 1) / link  # noqa: E741
-        times["F"].append(F + sent["F"])
-        times["I"].append(I + sent["I"])
-        times["W"].append(max(W, sent["W"]) if hidden else W + sent["W"])
-        if config.kernels.compile:
+        tp = {kind: waits.sent[kind]["tp"] for kind in KINDS}
+        backward = waits.kept["B"]["tp"]
+        times["F"].append(F + tp["F"])
+        times["R"].append(R + tp["R"])
+        times["I"].append(I + tp["I"])
+        times["W"].append(max(W, tp["W"]) if hidden else W + tp["W"])
+        if compiled:
             times["B"].append(times["I"][-1] + times["W"][-1])
         else:
-            times["B"].append(I + (max(W, sent["B"]) if hidden else W + sent["B"]))
+            I += tp["B"] - backward  # noqa: E741
+            times["B"].append(I + (max(W, backward) if hidden else W + backward))
 
     return replace(
         computed,
         F=tuple(times["F"]),
+        R=tuple(times["R"]),
         I=tuple(times["I"]),
         W=tuple(times["W"]),
         B=tuple(times["B"]),
@@ -108,28 +116,64 @@ def timed_cost(config: Config, layout: Layout, speeds: Speeds) -> Cost:
     )
 
 
-def _about_tokens(config: Config, layout: Layout, stage: int, speeds: Speeds) -> dict[str, float]:
-    """Seconds that F, I and W of a micro-batch wait for exchanges about its tokens: those of rows,
-    or of matrices, beside what is computed with them, by simulation of each layer."""
-    found, sent = dict.fromkeys("FIW", 0.0), dict.fromkeys("FI", 0)
-    spec, rows = layout.stage_layers[stage], config.train.microbatch
-    for exchange in token_exchanges(layout, stage, rows):
-        if exchange.axis.startswith("ep") and exchange.what in sent:
-            sent[exchange.what] += exchange.bytes
-        else:
-            seconds = float(exchange.wire) / (1e9 * speed(config, exchange.members))
-            found[exchange.what if exchange.what in found else "F"] += seconds
-    if not any(sent.values()):
-        return found
-    once: Counter[str] = Counter()
-    for each in layout.model.token_traffic(spec, (), rows, sum(layout.slice_lengths), again=False):
-        once[each.what] += each.bytes if each.among != "sequence" else 0
-    experts = {n: count for n, count in layout.model.experts().items() if n in spec.layers}
-    for layer, number in alike(experts).items():
-        passes = trained(config, layout.device, speeds, layer, layout.expert_chunks)
-        for what, timed in passes.items():
-            found[what] += timed.exposed * number * sent[what] / once[what]
-    return found
+class _Waits(NamedTuple):
+    """Seconds that the operations of a stage wait for collectives of a whole micro-batch."""
+
+    sent: Mapping[Operation, Mapping[str, float]]
+    """What each operation exchanges, at the speed of the slowest link, by :func:`_group`."""
+    kept: Mapping[Operation, Mapping[str, float]]
+    """The same where no layer recomputes."""
+    simulated: Mapping[str, Mapping[Pass, float]]
+    """Seconds that are waited for in one forward and one backward, by group."""
+
+    @classmethod
+    def of(cls, units: Units, stage: int, speeds: Speeds) -> "_Waits":
+        """Those of a stage, on a device of known speed."""
+        config, layout = units.config, units.layout
+
+        def seconds(kind: Operation, *, recomputes: bool = True) -> Mapping[str, float]:
+            found = dict.fromkeys((*SIMULATED, "tp", "others"), 0.0)
+            for each in operation_transfers(units, stage, kind, recomputes=recomputes):
+                found[_group(each)] += float(each.wire) / (1e9 * speed(config, each.span))
+            return found
+
+        sent = {kind: seconds(kind) for kind in KINDS}
+        kept = {kind: seconds(kind, recomputes=False) for kind in KINDS}
+        layers = layout.stage_layers[stage].layers
+        simulated = {group: dict.fromkeys(PASSES, 0.0) for group in SIMULATED}
+        if layout.cp > 1:
+            exposed = cost_of(config, speeds).exposed
+            simulated["attention"] = {what: len(layers) * exposed[what] for what in PASSES}
+        if sent["F"]["experts"]:
+            experts = {n: count for n, count in layout.model.experts().items() if n in layers}
+            for layer, number in alike(experts).items():
+                passes = trained(config, layout.device, speeds, layer, layout.expert_chunks)
+                for what in PASSES:
+                    simulated["experts"][what] += number * passes[what].exposed
+        return cls(sent, kept, simulated)
+
+    def besides_tp(self, kind: Operation) -> float:
+        """Seconds that F, R, I or W waits for others than tp. A forward that runs again waits as
+        the first one does, or for as much less as it sends less."""
+        sent, total = self.sent[kind], self.sent[kind]["others"]
+        for group, once in self.simulated.items():
+            forward = self.sent["F"][group]
+            if kind == "W":
+                total += sent[group]
+            elif forward:
+                again = sent[group] - (self.kept["I"][group] if kind == "I" else 0)
+                total += again / forward * once["F"] + (once["I"] if kind == "I" else 0)
+        return total
+
+
+def _group(transfer: Transfer) -> str:
+    """What a collective is part of: attention over cp, rows or matrices that go to experts and
+    back, which are simulated with what is computed meanwhile; tp, or others."""
+    if transfer.axis in ("cp", "ulysses") and transfer.kind != "all_reduce":
+        return "attention"
+    if transfer.axis.startswith("ep") and transfer.dtype != "int64":
+        return "experts"
+    return "tp" if transfer.axis == "tp" else "others"
 
 
 def _message(config: Config, layout: Layout, stage: int, source: int) -> float:

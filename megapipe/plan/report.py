@@ -58,15 +58,16 @@ def report(config: Config, layout: Layout, imbalance: Fraction | None = None) ->
         )
     schedule = layout.schedule
     speeds = Speeds.of(config)
-    timeline = expected(config, layout, speeds)
+    units = Units(config, layout)
+    timeline = expected(units, speeds)
     parts = [
         [f"plan of {config.run.name}"],
         _model_lines(layout),
         [
             *_run_lines(config, layout, speeds),
-            *memory_lines(Units(config, layout), speeds, imbalance),
-            *_message_lines(config, layout),
-            *pace_lines(config, layout, speeds, timeline),
+            *memory_lines(units, speeds, imbalance),
+            *_message_lines(units),
+            *pace_lines(units, speeds, timeline),
         ],
         _stage_lines(config, layout, schedule),
         _schedule_lines(config, layout, speeds, timeline),
@@ -174,9 +175,13 @@ def _sharded(config: Config, layout: Layout) -> str:
     return f", of which it keeps 1/{parts}{of_experts} of each stage between uses"
 
 
-def _message_lines(config: Config, layout: Layout) -> list[str]:
+def _message_lines(units: Units) -> list[str]:
+    config, layout = units.config, units.layout
     schedule = layout.schedule
-    lines = [_traffic_line(config, layout), *_expert_lines(config, layout)]
+    exchanges = [step_traffic(units, rank) for rank in range(layout.pipeline_processes)]
+    wire = _most_by_axis(exchanges) or "nothing"
+    lines = [f"wire          sent at most, per process and step: {wire}"]
+    lines += _expert_lines(config, layout, exchanges)
     if layout.in_process:
         return [*lines, "messages      within the process: no communicators"]
     made = [communicators(config, layout, rank) for rank in range(layout.pp)]
@@ -257,17 +262,13 @@ def _way_lines(config: Config, layout: Layout, speeds: Speeds) -> Iterator[str]:
     yield f"attention     of {of}: {told}{'' if known else '; its time is not known'}"
 
 
-def _traffic_line(config: Config, layout: Layout) -> str:
-    """Bytes that a process sends in a step, by axis."""
-    ranks = range(layout.pipeline_processes)
-    text = _most_by_axis(step_traffic(config, layout, rank) for rank in ranks)
-    return f"wire          sent at most, per process and step: {text or 'nothing'}"
-
-
-def _expert_lines(config: Config, layout: Layout) -> list[str]:
-    """Bytes that copies of experts take in a step, and experts that move when they do."""
+def _expert_lines(
+    config: Config, layout: Layout, exchanges: Iterable[Iterable[Exchange]]
+) -> list[str]:
+    """Bytes that copies of experts take in a step, of the `exchanges` of each process, and experts
+    that move when they do."""
     lines, ranks = [], range(layout.pipeline_processes)
-    sent = _most((step_traffic(config, layout, rank) for rank in ranks), attrgetter("what"))
+    sent = _most(exchanges, attrgetter("what"))
     if OF_COPIES[0] in sent:
         weights, gradients = (size_text(sent[what]) for what in OF_COPIES)
         lines.append(

@@ -39,7 +39,7 @@ from megapipe.ops.kernels import Kernels
 from megapipe.plan.kernels import planned_kernels
 from megapipe.plan.segments import Measured, Part, Segment, Short, Slice, shortened, units_of
 from megapipe.plan.trace import Trace
-from megapipe.plan.unit import Operation, Transfer, Unit
+from megapipe.plan.unit import TWO_HOPS, Operation, Transfer, Unit
 from megapipe.plan.units import part_of
 from megapipe.user_code import FAILURES
 
@@ -254,18 +254,28 @@ class _Run:
         return tensors or None
 
     def _transfer(self, seen: Collective) -> None:
-        grid, rank = self.mesh.grid, self.mesh.rank
-        axis = "ep"
-        if set(seen.ranks) <= set(grid.peers(rank, "tp")):
-            axis = "tp"
-        elif set(seen.ranks) <= set(grid.peers(rank, "cp")):
-            axis = "cp"
-        span = seen.ranks[-1] - seen.ranks[0] + 1
         self.trace.note(
             Transfer(
-                kind=seen.kind, axis=axis, members=len(seen.ranks), span=span, bytes=seen.bytes
+                kind=seen.kind,
+                axis=self._axis(seen),
+                members=len(seen.ranks),
+                span=seen.ranks[-1] - seen.ranks[0] + 1,
+                bytes=seen.bytes,
+                dtype=str(seen.dtype).removeprefix("torch."),
             )
         )
+
+    def _axis(self, seen: Collective) -> str:
+        mesh = self.mesh
+        hops = zip(TWO_HOPS, mesh.expert_hops or (), strict=False)
+        for name, axis in (("ep", mesh.ep), *hops):
+            if seen.group is axis.group:
+                return name
+        if {*seen.ranks} <= {*mesh.tp.ranks}:
+            return "tp"
+        if {*seen.ranks} <= {*mesh.cp.ranks}:
+            return "ulysses" if seen.kind == "all_to_all" else "cp"
+        return "cp*tp"
 
 
 def _grid(layout: Layout) -> Grid:

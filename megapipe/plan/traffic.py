@@ -9,10 +9,8 @@ conventions of bytes:
   for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, all of a message and of
   copies of experts.
 
-Tensor parallelism (Shoeybi et al., 1909.08053) all-reduces the hidden states x twice per layer in
-the forward and twice in the input gradient; with sequence parallelism (2205.05198) each of these
-is an all-gather and a reduce-scatter, and the weight gradients gather again what was not kept: the
-inputs, and where they wait for ``W`` the gradients too.
+What stages exchange over tp, cp and ep is that of a run of theirs (:mod:`megapipe.plan.run`), in
+the operation that exchanges it: what is run again in I, B or R counts there.
 Gradients are reduced and weights gathered once per step, with ZeRO-2 and 3 (1910.02054) after each
 run of weight gradients and before each run of uses. The pipeline sends x and its gradient, or
 shares of them that are gathered on arrival (:mod:`megapipe.layout.links`). Traffic of optimizers
@@ -24,25 +22,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from itertools import groupby, pairwise
 from math import prod
-from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.distributed.shares import share
 from megapipe.dtypes import DTYPE_BYTES, main_bytes
-from megapipe.layers.policy import loss_chunk
-from megapipe.layout.context_plan import Pass
 from megapipe.layout.layout import Layout
-from megapipe.model.interface import Among, Collective, TensorTraffic, bytes_of
+from megapipe.model.interface import bytes_of
 from megapipe.plan.buckets import BucketPlan, Group, process_buckets
-from megapipe.plan.context_traffic import Sent, attention_traffic, attentions
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
+from megapipe.plan.unit import OPERATIONS, Operation, Transfer, Unit, on_the_wire
+from megapipe.plan.units import Units
 from megapipe.schedule.ir import Kind
-
-BETWEEN_NODES = "ep between nodes"
-"""Axis of the ranks that have one place in each node, over which experts are split."""
 
 OF_COPIES = ("copies", "gradients of copies")
 """Exchanges of experts that ranks have copies of: weights, and gradients."""
@@ -60,9 +52,11 @@ class Exchange:
     """All collectives of one kind, purpose and axis that a process enters in a step."""
 
     axis: str
-    """tp, dp, pp, or the holders of a bucket: dp x pipeline indices, as in dp*pp[0,3]."""
-    collective: Collective
+    """pp, dp, that of a :class:`Transfer`, or the holders of a bucket: dp x pipeline indices, as in
+    dp*pp[0,3]."""
+    collective: str
     what: str
+    """What it is for; of stages the operation that exchanges it: F, R, I, W or B."""
     count: int
     bytes: int
     members: int
@@ -72,25 +66,21 @@ class Exchange:
     @property
     def wire(self) -> Fraction:
         """Bytes that the process sends in a step under a ring."""
-        if self.collective == "send" or not self.whole:
+        if not self.whole:
             return Fraction(self.bytes)
-        ways = 2 if self.collective == "all_reduce" else 1
-        return Fraction(ways * self.bytes * (self.members - 1), self.members)
+        return on_the_wire(self.collective, self.bytes, self.members)
 
 
-def step_traffic(
-    config: Config, layout: Layout, rank: int, index: int | None = None
-) -> list[Exchange]:
+def step_traffic(units: Units, rank: int, index: int | None = None) -> list[Exchange]:
     """Collectives and messages of each process at pipeline index `rank` in a training step.
 
     All dp, cp and tp indices exchange alike, but for what those of cp send while they attend: then
     it is the one of `index`, by default the one that sends most. Groups of one exchange nothing and
     are left out.
     """
+    config, layout = units.config, units.layout
     exchanges = [
-        *_tensor_parallel(config, layout, rank),
-        *_context_parallel(config, layout, rank, index),
-        *_about_tokens(config, layout, rank),
+        *_of_stages(units, rank, index),
         *_data_parallel(config, layout, rank),
         *_pipeline(config, layout, rank),
         *_scalars(config, layout),
@@ -134,161 +124,77 @@ def largest_message(config: Config, layout: Layout) -> int:
     )
 
 
-def operation_traffic(config: Config, layout: Layout, stage: int, kind: str) -> Fraction:
-    """Bytes of hidden states that a process sends to its tp peers in one F, I, W or B of a whole
-    micro-batch; a recomputed forward counts with the F."""
-    if layout.tp == 1:
-        return Fraction(0)
-    traffic = _stage_traffic(layout, stage, fused=kind == "B")
-    tokens = layout.local_length * config.train.microbatch
-    whole = tokens * DTYPE_BYTES[layout.model.dtype]
-    sent = [
-        Exchange("tp", collective, what, count, values * whole, layout.tp).wire
-        for (collective, what), (count, values) in traffic.hidden.items()
-        if what in ("IW" if kind == "B" else kind)
-    ]
-    return sum(sent, Fraction(0))
+def operation_transfers(
+    units: Units, stage: int, kind: Operation, *, recomputes: bool = True
+) -> list[Transfer]:
+    """Collectives of one F, R, I, W or B of a whole micro-batch at a stage, on the rank of cp that
+    sends most. An I or B finds what an R has built; unless `recomputes`, also the activations of
+    layers that run again."""
+    if not _exchanges(units.layout):
+        return []
+    index = units.index_with_most(stage, _over_cp)
+    source = units if recomputes else units.without_recomputation
+    slices = _units(source, stage, None, index)
+    return [each for unit in slices for each in unit.transfers(kind)]
 
 
-def _tensor_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    """Per piece of a micro-batch, the collectives of its stages' layers and of the loss."""
-    if layout.tp == 1:
+def _units(units: Units, stage: int, rows: int | None, index: int) -> list[Unit]:
+    """Units of a stage whose experts are chosen evenly, where without more words they would get as
+    many rows as their capacity allows."""
+    capacity = units.config.model.moe.capacity
+    imbalance = None if capacity is None else Fraction(1)
+    return units.of(stage, rows=rows, imbalance=imbalance, index=index)
+
+
+def _exchanges(layout: Layout) -> bool:
+    """Whether stages of a layout exchange anything but messages."""
+    return max(layout.tp, layout.cp, layout.expert_ranks) > 1
+
+
+def _over_cp(unit: Unit) -> float:
+    """Bytes that a rank sends to those of other positions."""
+    every = (each for kind in unit.operations if kind != "B" for each in unit.transfers(kind))
+    return float(sum(each.wire for each in every if each.axis in ("cp", "ulysses")))
+
+
+def _of_stages(units: Units, rank: int, index: int | None) -> Iterator[Exchange]:
+    """Exchanges of a process' stages in all operations of a step."""
+    layout = units.layout
+    if not _exchanges(layout):
         return
-    for stage in layout.process_stages(rank):
-        split, fused = (
-            [piece.tokens for piece in _pieces(config, layout, stage, rank, fused=fused)]
-            for fused in (False, True)
-        )
-        per_pass = [_stage_traffic(layout, stage, fused=fused) for fused in (False, True)]
-        size = DTYPE_BYTES[layout.model.dtype]
-        for collective, what in per_pass[0].hidden:
-            counts, values = zip(*(of.hidden[collective, what] for of in per_pass), strict=True)
-            yield Exchange(
-                axis="tp",
-                collective=collective,
-                what=what,
-                count=counts[0] * len(split) + counts[1] * len(fused),
-                bytes=(values[0] * sum(split) + values[1] * sum(fused)) * size,
-                members=layout.tp,
-            )
-        pieces = split + fused
-        if per_pass[0].loss_numbers:
-            forwards = 1 + (stage in layout.schedule.recompute)
-            most = layout.loss_chunk
-            chunks = sum(-(-n // loss_chunk(n, most)) if most else 1 for n in pieces)
-            size = layout.tp * per_pass[0].loss_numbers * main_bytes(layout.model.dtype)
-            yield Exchange(
-                axis="tp",
-                collective="all_gather",
-                what="loss",
-                count=forwards * chunks,
-                bytes=forwards * sum(pieces) * size,
-                members=layout.tp,
-            )
-
-
-def _context_parallel(
-    config: Config, layout: Layout, rank: int, index: int | None
-) -> Iterator[Exchange]:
-    """Exchanges of attention over cp, of an index or of that which sends most."""
-    if layout.cp == 1:
-        return
-    counts: Counter[tuple[str, Pass, Collective, int]] = Counter()
-    amounts: Counter[tuple[str, Pass, Collective, int]] = Counter()
-    sent_in = cache(lambda tokens, earlier: _sent(layout, tokens, earlier, index))
-    for stage in layout.process_stages(rank):
-        for piece in (
-            each
-            for fused in (False, True)
-            for each in _pieces(config, layout, stage, rank, fused=fused)
-        ):
-            for of, exchanges in sent_in(piece.tokens, piece.earlier).items():
-                for sent in exchanges:
-                    times = attentions(layout, stage, of, sent.axis)
-                    key = sent.axis, of, sent.collective, sent.members
-                    counts[key] += times * sent.calls
-                    amounts[key] += times * sent.bytes
+    counts: Counter[tuple[str, str, str, int]] = Counter()
+    amounts: Counter[tuple[str, str, str, int]] = Counter()
+    operations = Counter(each for own in layout.process_ranks(rank) for each in _runs(units, own))
+    for (stage, rows, part, what, run), times in operations.items():
+        if index is None:
+            at = units.index_with_most(stage, _over_cp)
+        else:
+            at = layout.split.index(layout.split.place(index)[0], 0)
+        for each in _units(units, stage, rows, at)[part].transfers(run):
+            key = each.axis, each.kind, what, each.members
+            counts[key] += times
+            amounts[key] += times * each.bytes
     for key, count in counts.items():
-        axis, what, collective, members = key
+        axis, collective, what, members = key
         yield Exchange(axis, collective, what, count, amounts[key], members)
 
 
-def _about_tokens(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    """Exchanges about tokens, of all pieces."""
-    for stage in layout.process_stages(rank):
-        for fused in (False, True):
-            for piece in _pieces(config, layout, stage, rank, fused=fused):
-                yield from token_exchanges(layout, stage, piece.rows, piece.length * layout.cp)
-
-
-def token_exchanges(
-    layout: Layout, stage: int, rows: int, length: int | None = None
-) -> Iterator[Exchange]:
-    """Exchanges about the tokens of `rows` sequences, or of a slice of such a `length` of them, of
-    ranks with parts of the same sequences or of experts; their rows are those of experts that are
-    chosen evenly."""
-    axes = {"cp": layout.cp, "tp": layout.tp}
-    name = "*".join(name for name, size in axes.items() if size > 1)
-    node = layout.node or 1
-    groups: dict[Among, tuple[str, int]] = {
-        "sequence": (name, layout.cp * layout.tp),
-        "ep": ("ep", layout.expert_ranks),
-        "ep in a node": ("ep in a node", node),
-        "ep between nodes": (BETWEEN_NODES, layout.expert_ranks // node),
-    }
-    for each in layout.model.token_traffic(
-        layout.stage_layers[stage],
-        layout.spans[stage],
-        rows,
-        sum(layout.slice_lengths) if length is None else length,
-        again=stage in layout.schedule.recompute,
-    ):
-        axis, members = groups[each.among]
-        yield Exchange(axis, each.collective, each.what, each.calls, each.bytes, members)
-
-
-def _sent(layout: Layout, tokens: int, earlier: int, index: int | None) -> dict[Pass, list[Sent]]:
-    """In one attention of a piece, by the context-parallel rank of an index, or by the one that
-    sends most. Those that split heads send alike."""
-    members = (layout.split.index(ring, 0) for ring in range(layout.split.ring))
-    indices = members if index is None else (index,)
-    ranks = [attention_traffic(layout, tokens, each, earlier) for each in indices]
-    return max(ranks, key=lambda sent: sum(each.bytes for of in sent.values() for each in of))
-
-
-class _Piece(NamedTuple):
-    """Rows of a micro-batch, or a slice of them, of a context-parallel rank."""
-
-    rows: int
-    length: int
-    earlier: int
-    """Tokens of earlier slices."""
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-
-def _pieces(
-    config: Config, layout: Layout, stage: int, rank: int, *, fused: bool
-) -> Iterator[_Piece]:
-    """Those that `stage` computes on pipeline rank `rank` and whose backward is a B (`fused`), or
-    an I and a W (otherwise)."""
-    schedule = layout.schedule
-    kind = Kind.B if fused else Kind.I
-    for own in layout.process_ranks(rank):
-        for op in schedule.rank_ops(own):
-            if op.stage == stage and op.kind == kind:
-                rows = int(schedule.size_of(op.microbatch) * config.train.microbatch)
-                lengths = layout.local_lengths
-                yield _Piece(rows, lengths[op.slice], rows * sum(lengths[: op.slice]))
-
-
-def _stage_traffic(layout: Layout, stage: int, *, fused: bool) -> TensorTraffic:
-    """Tensor-parallel collectives of one pass of a piece through a stage."""
-    again = stage in layout.schedule.recompute
-    spec, spans = layout.stage_layers[stage], layout.spans[stage]
-    return layout.model.tensor_traffic(spec, spans, again=again, fused=fused)
+def _runs(units: Units, rank: int) -> Iterator[tuple[int, int, int, str, Operation]]:
+    """What runs in a step of a pipeline rank: (stage, rows, slice, operation, what it runs). An I
+    or B that no R is ahead of runs R's forward, too."""
+    schedule, microbatch = units.layout.schedule, units.config.train.microbatch
+    built = set()
+    for op in schedule.rank_ops(rank):
+        if op.kind == Kind.U:
+            continue
+        rows = int(schedule.size_of(op.microbatch) * microbatch)
+        piece = op.stage, op.microbatch, op.slice
+        run = OPERATIONS[op.kind]
+        yield op.stage, rows, op.slice, run, run
+        if op.kind == Kind.R:
+            built.add(piece)
+        elif op.kind in (Kind.I, Kind.B) and op.stage in schedule.recompute and piece not in built:
+            yield op.stage, rows, op.slice, run, "R"
 
 
 def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
@@ -356,7 +262,7 @@ def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchan
     shard, replicate = bucket.shard, bucket.replicate
     piece = bucket.numel // shard.members
 
-    def exchange(group: Group, collective: Collective, numel: int, size: int) -> Exchange:
+    def exchange(group: Group, collective: str, numel: int, size: int) -> Exchange:
         return Exchange(
             group.axis, collective, "gradients", count, count * numel * size, group.members
         )

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from megapipe.schedule.ir import Kind
+
 Operation = Literal["F", "R", "I", "W", "B"]
+OPERATIONS: Mapping[Kind, Operation] = {
+    Kind.F: "F",
+    Kind.R: "R",
+    Kind.I: "I",
+    Kind.W: "W",
+    Kind.B: "B",
+}
+TWO_HOPS = ("ep in a node", "ep between nodes")
+"""Axes of a node's ranks of those over which experts are split, and of those that have one place in
+each node."""
 
 
 class Kernel(BaseModel):
@@ -34,7 +47,8 @@ class Transfer(BaseModel):
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all or send."""
     axis: str
-    """tp, cp or ep."""
+    """tp or cp, or ulysses within cp; cp*tp for what is known of whole sequences; ep, or one of
+    :data:`TWO_HOPS`."""
     members: int
     """Ranks of the group."""
     span: int
@@ -42,6 +56,22 @@ class Transfer(BaseModel):
     these are neighbours."""
     bytes: int
     """Size of the whole tensor, of which each member has a part or a term."""
+    dtype: str
+    """torch's name of its type; counts are int64."""
+
+    @property
+    def wire(self) -> Fraction:
+        """Bytes that a member sends under a ring."""
+        return on_the_wire(self.kind, self.bytes, self.members)
+
+
+def on_the_wire(kind: str, nbytes: int, members: int) -> Fraction:
+    """Return the bytes of a collective's whole tensor, or of a message, that each of its `members`
+    sends under a ring."""
+    if kind == "send":
+        return Fraction(nbytes)
+    times = 2 if kind == "all_reduce" else 1
+    return Fraction(times * nbytes * (members - 1), members)
 
 
 class Unit(BaseModel):
@@ -79,6 +109,14 @@ class Unit(BaseModel):
         if rebuilt or operation not in "IB" or "R" not in self.peaks:
             return own
         return max(own, self.peaks["R"] + self.gradient)
+
+    def transfers(self, operation: Operation) -> list[Transfer]:
+        """Collectives of an operation. A B of compiled blocks is an I and a W."""
+        runs: tuple[Operation, ...] = (operation,)
+        if operation == "B" and self.compiled:
+            runs = "I", "W"
+        every = (each for run in runs for each in self.operations.get(run, ()))
+        return [each for each in every if isinstance(each, Transfer)]
 
     def flops(self, operation: Operation) -> int:
         """FLOPs of an operation."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megapipe.beneath import make_folder
 from megapipe.command_line import phase
 from megapipe.config import Config
 from megapipe.distributed.grid import Coordinates
+from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layout.layout import Layout
 from megapipe.plan.cache import Cache, user_cache
 from megapipe.plan.segments import Measured, Part, shortened, units_of
@@ -34,41 +36,57 @@ class Units:
         self.config, self.layout = config, layout
         self._cache = cache or Cache()
         self._measured: dict[str, Measured] = {}
-        self._units: dict[tuple[int, int | None, Fraction | None], list[Unit]] = {}
-        self._place: int | None = None
+        self._units: dict[tuple[int, int | None, Fraction | None, int], list[Unit]] = {}
+        self._places: dict[Callable[[Unit], float], int] = {}
 
     def of(
-        self, stage: int, *, rows: int | None = None, imbalance: Fraction | None = None
+        self,
+        stage: int,
+        *,
+        rows: int | None = None,
+        imbalance: Fraction | None = None,
+        index: int | None = None,
     ) -> list[Unit]:
-        """Units of a stage, one for each slice of its sequences, on a rank that takes most of
-        those with parts of the same ones.
+        """Units of a stage, one for each slice of its sequences, on the rank of an `index` along
+        cp, by default one that takes most bytes on its device.
 
         `rows` samples, by default a whole micro-batch. The experts of the rank get `imbalance`
         times the mean rows of a rank.
         """
-        key = stage, rows, imbalance
+        if index is None:
+            index = self.index_with_most(stage, _peaks)
+        key = stage, rows, imbalance, index
         if key not in self._units:
             part = part_of(self.layout, stage)
-            self._units[key] = self._measure(part, self._index(part), rows, imbalance)
+            self._units[key] = self._measure(part, index, rows, imbalance)
         return self._units[key]
 
-    def _index(self, part: Part) -> int:
-        """Choose a rank of a ring: the one that takes most for a single layer."""
-        ring = self.layout.split.ring
-        if self._place is None:
-            layers, alone = part.spec.layers[:1], part.spans[:1]
-            if ring == 1 or not layers:
-                return 0
+    def index_with_most(self, stage: int, size: Callable[[Unit], float]) -> int:
+        """Choose a rank of a ring: the one whose `size` is largest for a single layer."""
+        split, part = self.layout.split, part_of(self.layout, stage)
+        if split.ring == 1 or not part.spec.layers:
+            return 0
+        if size not in self._places:
             one = part._replace(
-                spec=type(part.spec)(False, layers, False),
-                spans=[alone[0]._replace(blocks=1)],
+                spec=type(part.spec)(False, part.spec.layers[:1], False),
+                spans=[part.spans[0]._replace(blocks=1)],
             )
-            places = [self.layout.split.index(i, 0) for i in range(ring)]
-            taken = {at: self._measure(one, at, None, None) for at in places}
-            self._place = max(
-                places, key=lambda at: sum(sum(unit.peaks.values()) for unit in taken[at])
-            )
-        return self._place
+            places = [split.index(i, 0) for i in range(split.ring)]
+            taken = {at: sum(map(size, self._measure(one, at, None, None))) for at in places}
+            self._places[size] = max(places, key=taken.__getitem__)
+        return self._places[size]
+
+    @cached_property
+    def without_recomputation(self) -> Units:
+        """Units of the layout with layers that keep all of their activations."""
+        spans = self.layout.spans
+        if not any(span.policy.recompute for own in spans for span in own):
+            return self
+        kept = [
+            [Span(sum(span.blocks for span in own), BlockPolicy())] * bool(own) for own in spans
+        ]
+        layout = replace(self.layout, spans=tuple(map(tuple, kept)))
+        return Units(self.config, layout, self._cache)
 
     def _measure(
         self, part: Part, index: int, rows: int | None, imbalance: Fraction | None
@@ -98,6 +116,10 @@ def units_of_run(config: Config, layout: Layout) -> Units:
     with contextlib.suppress(OSError):
         folders.insert(0, make_folder(Path(config.run.folder) / config.run.name, "units"))
     return Units(config, layout, Cache(folders))
+
+
+def _peaks(unit: Unit) -> int:
+    return sum(unit.peaks.values())
 
 
 def part_of(layout: Layout, stage: int) -> Part:

@@ -18,7 +18,9 @@ from megapipe.distributed.axis import Axis
 from megapipe.layers import dispatch, expert_fetch, expert_hops
 from megapipe.layers.dispatch import Form
 from megapipe.layers.experts import Experts
-from megapipe.plan.traffic import step_traffic
+from megapipe.plan.traffic import operation_transfers
+from megapipe.plan.unit import OPERATIONS
+from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.bitwise import check_groups
@@ -186,10 +188,12 @@ def test_bytes_are_those_of_the_plan_where_experts_are_chosen_evenly(exchanges: 
         config, layout = configure(case)
         counts: Counter[Any] = Counter()
         amounts: Counter[Any] = Counter()
-        for each in step_traffic(config, layout, 0):
-            if each.axis.startswith("ep") and each.what in ("F", "I", "W"):
-                counts[each.collective, each.members] += each.count
-                amounts[each.collective, each.members] += each.bytes
+        units = Units(config, layout)
+        for op in layout.schedule.rank_ops(0):
+            for each in operation_transfers(units, op.stage, OPERATIONS[op.kind]):
+                if each.axis.startswith("ep") and each.dtype != "int64":  # those are counts
+                    counts[each.kind, each.members] += 1
+                    amounts[each.kind, each.members] += each.bytes
         if case.dispatch == "hierarchical":
             assert {members for _, members in counts} == {2}, "two hops over two ranks each"
         for found in (rank["evenly"] for rank in of_ranks):

@@ -16,6 +16,7 @@ from megapipe.distributed import collectives
 from megapipe.optim.state_store import MASTER
 from megapipe.plan.memory import model_memory
 from megapipe.plan.traffic import step_traffic
+from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity import mixture
@@ -84,7 +85,7 @@ def run_even(world: World) -> tuple[list[Exchange], int]:
 @pytest.mark.slow
 def test_bytes_are_those_of_the_plan_where_experts_are_chosen_evenly() -> None:
     config, layout = configure(EVEN)
-    planned = [e for e in step_traffic(config, layout, 0) if e.collective == "all_to_all"]
+    planned = [e for e in step_traffic(Units(config, layout), 0) if e.collective == "all_to_all"]
     assert {(e.axis, e.members) for e in planned} == {("ep", 4)}
     for found, held in run_world(4, run_even):
         assert {ranks for ranks, _, _ in found} == {(0, 1, 2, 3)}
@@ -162,7 +163,7 @@ def run_recorded(world: World, case: Case) -> list[tuple[str, tuple[int, ...], i
 def test_experts_and_other_weights_are_summed_over_their_groups(case: Case) -> None:
     """Row 7.09: each once a step, experts over the ranks that have the same ones, as planned."""
     config, layout = configure(case)
-    planned = step_traffic(config, layout, 0)
+    planned = step_traffic(Units(config, layout), 0)
     numel = {True: 0, False: 0}
     for spec in layout.model.parameters(layout.model.whole):
         part = case.ep if spec.experts else case.tp if spec.split else 1
@@ -219,11 +220,11 @@ FIRST = Case(dp=2, moe="step, first", layers=2)
 def test_first_choices_are_told_as_planned() -> None:
     """Beside all, in the totals of a step; nothing else is told for the balance term."""
     config, layout = configure(FIRST)
-    planned = step_traffic(config, layout, 0)
-    assert not [e for e in planned if e.what == "routing"]
+    planned = step_traffic(Units(config, layout), 0)
+    assert {e.axis for e in planned if e.what in "FB"} == set()
     (totals,) = (e.bytes // 8 for e in planned if e.what == "totals")
     config, layout = configure(replace(FIRST, moe="groups", layers=3))  # two layers of as many
-    (of_all,) = (e.bytes // 8 for e in step_traffic(config, layout, 0) if e.what == "totals")
+    (of_all,) = (e.bytes // 8 for e in step_traffic(Units(config, layout), 0) if e.what == "totals")
     assert totals - of_all == FIRST.dp * FIRST.layers * 6
     for calls in run_world(2, run_recorded, FIRST):
         assert ("all_gather", (0, 1), totals) in calls
@@ -237,9 +238,9 @@ def test_first_choices_are_told_as_planned() -> None:
 def test_choices_are_told_as_planned_where_layers_have_other_numbers_of_experts() -> None:
     """Rows for each expert over ep, and the totals of a step."""
     config, layout = configure(PYRAMID)
-    planned = step_traffic(config, layout, 0)
-    told = [e.bytes for e in planned if (e.axis, e.what) == ("ep", "routing")]
-    assert told == [PYRAMID.ep * (4 + 8 + 12) * 8] * PYRAMID.m
+    planned = step_traffic(Units(config, layout), 0)
+    (told,) = (e for e in planned if (e.axis, e.collective) == ("ep", "all_gather"))
+    assert told.bytes == PYRAMID.ep * (4 + 8 + 12) * 8 * PYRAMID.m
     (totals,) = (e for e in planned if e.what == "totals")
     for calls in run_world(4, run_recorded, PYRAMID):
         gathered = [(len(ranks), values) for name, ranks, values in calls if name == "all_gather"]

@@ -18,6 +18,7 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.generate.generator import Generator
 from megapipe.inference import load_model
 from megapipe.plan.traffic import step_traffic
+from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.cases import Rows
@@ -132,23 +133,19 @@ EXCHANGING = [
 
 
 def exchanged(world: World) -> list[tuple[Counter[str], Counter[str]]]:
-    """Values of hidden states and of adapters' narrow tensors that a step of each case exchanges
-    over tp, by collective: those that were, and the plan's."""
+    """Values of 8 bytes that a step of each case exchanges over tp, by collective: those that were,
+    and the plan's."""
     found = []
     for case in EXCHANGING:
         config, layout = configure(case)
-        assert config.lora.rank is not None
         step = TrainStep(config, layout, world.mesh(Grid(tp=case.tp)))
         with recording() as recorder:
             step.train(0, Rows(case))
-        tokens = case.batch * case.sequence
         called, planned = Counter[str](), Counter[str]()
         for call in recorder.calls:
-            if call.elements in (tokens * config.lora.rank, tokens * config.model.hidden):
-                called[call.name] += call.elements
-        for exchange in step_traffic(config, layout, 0):
-            if exchange.axis == "tp" and exchange.what in "FIW":
-                planned[exchange.collective] += exchange.bytes // 8
+            called[call.name] += call.elements
+        for exchange in step_traffic(Units(config, layout), 0):
+            planned[exchange.collective] += exchange.bytes // 8
         found.append((called, planned))
     return found
 

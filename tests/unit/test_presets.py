@@ -109,7 +109,7 @@ def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
         if not path.stem.startswith("quickstart"):
             assert speeds.tflops is not None
             by_flops = simulate(layout.listed, layout.cost).bubble_makespan
-            bubble = max(expected(config, layout, speeds).bubble_makespan, by_flops)
+            bubble = max(expected(Units(config, layout), speeds).bubble_makespan, by_flops)
             assert bubble < BUBBLES.get(path.stem, 0.04)
 
 

@@ -17,6 +17,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.pace import expected
 from megapipe.plan.report import report
+from megapipe.plan.units import Units
 from megapipe.schedule.cost import Time
 from megapipe.schedule.generators import build
 from megapipe.schedule.timing.simulate import simulate
@@ -126,7 +127,7 @@ def test_the_plan_is_drawn_by_the_times_of_the_cut() -> None:
     assert len(layout.slice_lengths) > 1
     shares = slice_time(config, layout.model).shares(layout.slice_lengths)
     assert layout.cost.slices == shares
-    timeline = expected(config, layout, Speeds.of(config))
+    timeline = expected(Units(config, layout), Speeds.of(config))
     ends, starts = timeline.ends[0], timeline.starts[0]
     forwards = [ends[i] - starts[i] for i in range(len(shares))]
     F = float(forwards[0] / shares[0])

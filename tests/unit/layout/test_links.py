@@ -8,6 +8,7 @@ from megapipe.cli import parse
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 from megapipe.plan.traffic import step_traffic
+from megapipe.plan.units import Units
 
 TWO_NODES = ("parallel.tp=4", "parallel.pp=4", "train.global_batch=16")
 
@@ -57,7 +58,7 @@ def test_a_share_goes_over_the_pipeline_and_all_of_them_over_tp() -> None:
         config, layout = resolve(
             parse([*keys, f"pipeline.scatter_gather={chosen}"]).config, None, None
         )
-        sent[chosen] = {(e.axis, e.what): e for e in step_traffic(config, layout, 1)}
+        sent[chosen] = {(e.axis, e.what): e for e in step_traffic(Units(config, layout), 1)}
     whole = 2 * 3 * 5 * 12 * 4
     for to in ("to 0", "to 2"):
         assert (sent["off"]["pp", to].count, sent["off"]["pp", to].bytes) == (2, whole)

@@ -16,6 +16,7 @@ from megapipe.plan.demand import size_text
 from megapipe.plan.memory import model_memory
 from megapipe.plan.report import report
 from megapipe.plan.traffic import step_traffic
+from megapipe.plan.units import Units
 from megapipe.schedule.streams.stream import mean_staleness, versions_kept
 
 BASE = (
@@ -207,7 +208,7 @@ def test_one_end_of_the_pipeline_has_the_states_of_a_tied_embedding() -> None:
     whole = [model_memory(*untied, rank).lasting for rank in (0, 3)]
     assert tied[0] - whole[0] == 4 * matrix // 2
     assert whole[1] - tied[1] == 4 * 3 * matrix // 2
-    sent = [step_traffic(config, layout, rank) for rank in (0, 3)]
+    sent = [step_traffic(Units(config, layout), rank) for rank in (0, 3)]
     found = [(e.what, e.bytes) for each in sent for e in each if e.what.startswith("tied")]
     assert found == [("tied weights", 4 * matrix), ("tied gradients", 4 * matrix // 2)]
     made = [communicators(config, layout, rank) for rank in range(4)]

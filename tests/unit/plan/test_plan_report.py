@@ -156,7 +156,7 @@ def test_memory_and_wire_are_of_the_process_with_most() -> None:
         f"MB, optimizer state {states / 1e6:.3g} MB, more during a step "
         f"{4 * most // 2 / 1e6:.3g} MB, activations {activations / 1e6:.3g} MB\n"
     ) in text
-    by_rank = [by_axis(step_traffic(config, layout, rank)) for rank in range(2)]
+    by_rank = [by_axis(step_traffic(Units(config, layout), rank)) for rank in range(2)]
     sent = {axis: max(each[axis] for each in by_rank) for axis in ("dp", "pp", "tp")}
     shown = {axis: f"{float(size) / 1e6:.3g} MB" for axis, size in sent.items()}
     line = ", ".join(f"{axis} {size}" for axis, size in shown.items())

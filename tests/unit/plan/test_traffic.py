@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -14,9 +15,11 @@ from megapipe.plan.traffic import (
     Exchange,
     by_axis,
     largest_message,
-    operation_traffic,
+    operation_transfers,
     step_traffic,
 )
+from megapipe.plan.unit import OPERATIONS
+from megapipe.plan.units import Units
 from megapipe.schedule.generators import names
 from megapipe.schedule.memory import traffic, volume
 
@@ -55,6 +58,8 @@ PIPELINE = (
     "train.global_batch=60",
     "pipeline.scatter_gather=off",
 )
+LOSS = 5 * 2, 5 * 64 * 2 * 3 * 4
+"""Calls and bytes of the loss of 5 micro-batches: three numbers a token, two chunks each."""
 LAYER = 12 * 32 * 32 // 2 + 2 * 32
 """Parameters of a layer on one of two tp ranks: matrices, and the norms whole."""
 
@@ -64,10 +69,10 @@ def test_every_number_of_a_small_job() -> None:
     config, layout = plan(*PIPELINE, "pipeline.layout=E L*2 | L*2 H")
     numel = 2 * LAYER + 32 + 256 * 32  # 500 words are 2 x 256 with padding
     numel += -numel % 3
-    assert found(step_traffic(config, layout, 1)) == {
+    assert found(step_traffic(Units(config, layout), 1)) == {
         ("tp", "all_reduce", "F"): (5 * 4, 5 * 4 * X),
-        ("tp", "all_reduce", "I"): (5 * 5, 5 * 5 * X),
-        ("tp", "all_gather", "loss"): (5 * 2, 5 * 64 * 2 * 3 * 4),  # 64 tokens are two chunks
+        ("tp", "all_reduce", "B"): (5 * 5, 5 * 5 * X),
+        ("tp", "all_gather", "B"): LOSS,
         ("dp", "reduce_scatter", "gradients"): (1, 4 * numel),
         ("dp", "all_gather", "weights"): (1, 4 * numel),
         ("pp", "send", "to 0"): (5, 5 * X),
@@ -78,40 +83,49 @@ def test_every_number_of_a_small_job() -> None:
     }
 
 
-@pytest.mark.parametrize(("schedule", "again"), [("1f1b", 0), ("zb_h1", 4)])
-def test_sequence_parallelism_splits_each_all_reduce_and_gathers_again_in_w(
-    schedule: str, again: int
-) -> None:
-    """The inputs of column layers; those of four row layers too, where W is apart from I."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_sequence_parallelism_splits_each_all_reduce_and_gathers_again_in_w(apart: bool) -> None:
+    """The inputs of column layers; gradients of four row layers too, where W is apart from I. The
+    head's input is gathered with the loss."""
     config, layout = plan(
         *PIPELINE,
         "pipeline.layout=E L*2 | L*2 H",
         "parallel.sequence_parallel=true",
-        f"pipeline.schedule={schedule}",
+        f"pipeline.schedule={'zb_h1' if apart else '1f1b'}",
     )
-    first, last = (found(step_traffic(config, layout, rank)) for rank in (0, 1))
-    assert first["tp", "all_gather", "F"] == (5 * 4, 5 * 4 * X)
-    assert first["tp", "reduce_scatter", "F"] == (5 * 5, 5 * 5 * X), "the embedding's too"
-    assert first["tp", "all_gather", "I"] == (5 * 4, 5 * 4 * X)
-    assert first["tp", "reduce_scatter", "I"] == (5 * 4, 5 * 4 * X)
-    assert first["tp", "all_gather", "W"] == (5 * (5 + again), 5 * (5 + again) * X)
+    units = Units(config, layout)
+    first, last = (found(step_traffic(units, rank)) for rank in (0, 1))
     assert first["tp", "all_reduce", "sequence shards"] == (1, 2 * 2 * 32 * 4), "the norms"
     assert first["pp", "send", "to 1"] == (5, 5 * X // 2)
-    assert last["tp", "all_gather", "F"] == (5 * 5, 5 * 5 * X), "the head's too"
-    last_w = 5 * (4 + again)
-    assert last["tp", "all_gather", "W"] == (last_w, last_w * X), "the head's is done within I"
+    gathers = {"F": 4, **({"I": 4, "W": 4 + 4} if apart else {"B": 4 + 4})}
+    scatters = {"F": 4, "I" if apart else "B": 4}
+    for sums, more in (
+        (first, {("all_gather", "W"): 1, ("reduce_scatter", "F"): 1}),  # the embedding's
+        (last, {("all_gather", "I"): 1, ("reduce_scatter", "I"): 1}),  # the head's
+    ):
+        for collective, counts in (("all_gather", gathers), ("reduce_scatter", scatters)):
+            wanted = Counter(counts)
+            for (name, what), count in more.items():
+                if name == collective:
+                    wanted[what if apart or what == "F" else "B"] += count
+            for what, count in wanted.items():
+                of_loss = LOSS if sums is last and collective == "all_gather" else (0, 0)
+                calls, size = of_loss if what in "IB" else (0, 0)
+                found_there = sums["tp", collective, what]
+                assert found_there == (5 * count + calls, 5 * count * X + size), what
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])
 def test_operations_say_together_what_a_step_says(schedule: str) -> None:
     """DualPipe has both kinds of backward."""
     keys = ("model.layers=8", "parallel.sequence_parallel=true", f"pipeline.schedule={schedule}")
-    config, layout = plan("parallel.pp=2", "parallel.tp=2", "train.global_batch=24", *keys)
+    units = Units(*plan("parallel.pp=2", "parallel.tp=2", "train.global_batch=24", *keys))
     for rank in range(2):
-        whole = sum(e.wire for e in step_traffic(config, layout, rank) if e.what in ("F", "I", "W"))
+        whole = sum(e.wire for e in step_traffic(units, rank) if e.what in OPERATIONS.values())
         assert whole == sum(
-            operation_traffic(config, layout, op.stage, op.kind.name)
-            for op in layout.schedule.rank_ops(rank)
+            each.wire
+            for op in units.layout.schedule.rank_ops(rank)
+            for each in operation_transfers(units, op.stage, OPERATIONS[op.kind])
         )
 
 
@@ -125,11 +139,19 @@ def test_operations_say_together_what_a_step_says(schedule: str) -> None:
     ],
 )
 def test_what_is_run_again_reduces_again(policy: str, extra: int) -> None:
+    """In the backward, where it runs."""
     keys = (*PIPELINE, "pipeline.layout=E L*2 | L*2 H", f"activations.policy={policy}")
-    sums = found(step_traffic(*plan(*keys), 0))
-    count, size = sums["tp", "all_reduce", "F"]
-    assert count == 5 * (2 * 2 + 1 + extra)
-    assert size == count * X
+    sums = found(step_traffic(Units(*plan(*keys)), 0))
+    for what, wanted in (("F", 2 * 2 + 1), ("B", 2 * 2 + extra)):
+        assert sums["tp", "all_reduce", what] == (5 * wanted, 5 * wanted * X)
+
+
+def test_a_forward_that_an_r_runs_counts_there() -> None:
+    """All but the stage's last reduction."""
+    keys = (*PIPELINE, "pipeline.layout=E L*2 | L*2 H", "pipeline.schedule=merak")
+    sums = found(step_traffic(Units(*plan(*keys)), 0))
+    for what, wanted in (("F", 2 * 2 + 1), ("R", 3 + 1), ("B", 2 * 2)):
+        assert sums["tp", "all_reduce", what] == (5 * wanted, 5 * wanted * X)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +162,7 @@ def test_zero_2_reduces_once_per_run_of_weight_gradients(schedule: str, runs: in
     chunks = "null" if schedule == "gpipe" else "2"
     keys = (f"pipeline.schedule={schedule}", f"pipeline.chunks={chunks}", "optimizer.zero=2")
     config, layout = plan("parallel.pp=2", "parallel.dp=2", "train.global_batch=48", *keys)
-    sums = found(step_traffic(config, layout, 1))
+    sums = found(step_traffic(Units(config, layout), 1))
     count, _ = sums["dp", "reduce_scatter", "gradients"]
     assert count == runs * len(layout.schedule.placement.stages_of(1))
 
@@ -157,19 +179,19 @@ def test_zero_3_gathers_what_was_let_go(prefetch: int, gathers: int) -> None:
         "optimizer.zero=3",
         f"optimizer.prefetch={prefetch}",
     )
-    sums = found(step_traffic(config, layout, 0))
+    sums = found(step_traffic(Units(config, layout), 0))
     assert sums["dp", "all_gather", "weights"][0] == gathers
 
 
 def test_hybrid_sharding_reduces_in_two_steps() -> None:
     keys = ("parallel.dp=8", "train.global_batch=32", "optimizer.shard_size=2")
     config, layout = plan(*keys)
-    sums = found(step_traffic(config, layout, 0))
+    sums = found(step_traffic(Units(config, layout), 0))
     _, whole = sums["dp:shard", "reduce_scatter", "gradients"]
     assert sums["dp:replicate", "all_reduce", "gradients"] == (1, whole // 2)
     assert sums["dp:shard", "all_gather", "weights"] == (1, whole)
     config, layout = plan(*keys, "optimizer.reduce_dtype=bf16")
-    sums = found(step_traffic(config, layout, 0))
+    sums = found(step_traffic(Units(config, layout), 0))
     assert sums["dp:shard", "all_to_all", "gradients"] == (1, whole // 2)
     assert sums["dp:replicate", "all_to_all", "gradients"] == (1, whole // 4)
     assert sums["dp:replicate", "all_gather", "gradients"] == (1, whole // 4)
@@ -183,7 +205,7 @@ def test_messages_are_those_of_the_schedule(schedule: str) -> None:
     for rank in range(4):
         sent = {
             e.what: (e.count, e.bytes)
-            for e in step_traffic(config, layout, rank)
+            for e in step_traffic(Units(config, layout), rank)
             if e.collective == "send"
         }
         assert sent == {
@@ -201,11 +223,11 @@ def test_wire_is_the_share_that_a_ring_sends() -> None:
         ("all_to_all", Fraction(3, 4)),
         ("send", Fraction(1)),
     ):
-        exchange = Exchange("dp", collective, "", 7, 1000, 4)  # type: ignore[arg-type]
+        exchange = Exchange("dp", collective, "", 7, 1000, 4)
         assert exchange.wire == share * 1000
     both = [Exchange("dp", "all_gather", "", 1, 8, 2), Exchange("tp", "send", "", 1, 5, 2)]
     assert by_axis([*both, both[0]]) == {"dp": 8, "tp": 5}
 
 
 def test_a_single_process_says_nothing() -> None:
-    assert step_traffic(*plan(), 0) == []
+    assert step_traffic(Units(*plan()), 0) == []
