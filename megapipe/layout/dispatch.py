@@ -54,8 +54,8 @@ def most_chunks(config: Config) -> int:
 
 
 def with_dispatch(config: Config, form: str, device: DeviceKind) -> Family:
-    """The family of a resolved model under another form, without chunks."""
-    section = config.experts.model_copy(update={"dispatch": form, "chunks": 1})
+    """The family of a resolved model under another form."""
+    section = config.experts.model_copy(update={"dispatch": form})
     given = config.model_copy(update={"experts": section})
     return make_family(config.model, conditions_of(given, device))
 
@@ -65,8 +65,7 @@ def _bytes(config: Config, form: str, device: DeviceKind) -> int:
     chosen evenly."""
     family = with_dispatch(config, form, device)
     rows, length = config.train.microbatch, config.train.sequence_length
-    each = family.token_traffic(family.whole, (), rows, length, again=False)
-    return sum(sent.bytes for sent in each if sent.among == "ep")
+    return sum(each.bytes for each in family.token_traffic(family.whole, rows, length))
 
 
 def check_dispatch(config: Config) -> None:

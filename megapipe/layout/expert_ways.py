@@ -105,12 +105,9 @@ def _beside(config: Config) -> int:
 def _sizes(config: Config, device: DeviceKind, layer: int, form: str) -> _Sizes:
     spec, train = StageSpec(False, range(layer, layer + 1), False), config.train
     sent: Counter[tuple[str, Collective]] = Counter()
-    each = with_dispatch(config, form, device).token_traffic(
-        spec, (), train.microbatch, train.sequence_length, again=False
-    )
-    for exchange in each:
-        if exchange.among == "ep":
-            sent[exchange.what, exchange.collective] += exchange.bytes
+    family = with_dispatch(config, form, device)
+    for each in family.token_traffic(spec, train.microbatch, train.sequence_length):
+        sent[each.what, each.collective] += each.bytes
     return _Sizes(
         {what: _halves(sent[what, "all_gather"], sent[what, "all_to_all"]) for what in PASSES},
         late=Fraction(sent["W", "reduce_scatter"]),

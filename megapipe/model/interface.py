@@ -51,11 +51,6 @@ class Conditions:
     etp: int = 1
     dispatch: str = "all_to_all"
     """``experts.dispatch``, how tokens get to the experts of other ranks."""
-    node: int | None = None
-    """Ranks of a node, where they do within nodes and then between them."""
-    expert_chunks: int = 1
-    slots: int = 0
-    """``experts.slots``, copies of experts that a rank has room for in a layer."""
     codec: str = "none"
     """``experts.codec``, of rows on their way."""
     pad: bool = False
@@ -92,26 +87,12 @@ class Repeated(NamedTuple):
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 
-class TensorTraffic(NamedTuple):
-    """Tensor-parallel collectives of a stage in one pass of a piece."""
-
-    hidden: Mapping[tuple[Collective, str], tuple[int, int]]
-    """By kind and operation (F, I, W): how many collectives, and the values per token of all."""
-    loss_numbers: int = 0
-    """Values per token and rank that the loss gathers."""
-
-
-Among = Literal["sequence", "ep", "ep in a node", "ep between nodes"]
-
-
 class TokenTraffic(NamedTuple):
-    """Collectives of one piece about its tokens: of ranks with parts of the same sequences
-    (sequence), or over which experts are split (ep), of these in one node, or one of each node."""
+    """What the ranks over which experts are split exchange about a micro-batch's tokens."""
 
-    among: Among
     collective: Collective
     what: str
-    calls: int
+    """F, I or W; routing for counts of rows."""
     bytes: int
     """Of the whole tensors, all collectives together."""
 
@@ -309,17 +290,10 @@ class Family(ABC):
     def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         """The output of a stage that is not the last, as one tensor-parallel rank has it."""
 
-    def tensor_traffic(
-        self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
-    ) -> TensorTraffic:
-        """Tensor-parallel collectives of one pass of a piece; `fused`: B in place of I and W."""
-        raise NotImplementedError(f"{self.name} does not support tensor parallelism")
-
-    def token_traffic(
-        self, stage: StageSpec, spans: Sequence[Span], rows: int, length: int, *, again: bool
-    ) -> Iterator[TokenTraffic]:
-        """Exchanges about tokens in all passes of a piece of `rows` whole sequences of `length`
-        positions."""
+    def token_traffic(self, stage: StageSpec, rows: int, length: int) -> Iterator[TokenTraffic]:
+        """Exchanges about the tokens of `rows` sequences of `length` positions in one forward and
+        backward, where experts are chosen evenly, in one hop. By them the form of
+        ``experts.dispatch`` is chosen; a plan has those of a run."""
         return iter(())
 
     # how it is built

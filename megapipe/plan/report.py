@@ -157,7 +157,7 @@ def _expert_ranks(config: Config, layout: Layout) -> str:
     if layout.expert_ranks == 1:
         return ""
     inner = f" x etp {layout.etp}" if layout.etp > 1 else ""
-    chunks, slots = layout.expert_chunks, layout.model.conditions.slots
+    chunks, slots = layout.expert_chunks, config.experts.slots
     how = layout.model.conditions.dispatch + (f" in {chunks} chunks" if chunks > 1 else "")
     how += f", {counted(slots, 'slot')} for copies on each rank" if slots else ""
     how += changed_by_experts(config)

@@ -17,12 +17,12 @@ from megapipe.dtypes import Dtype
 from megapipe.layers.moe_specs import padded_rows
 from megapipe.layers.policy import Span
 from megapipe.layers.specs import ParameterSpec
-from megapipe.model.gpt import checks, traffic
+from megapipe.model.gpt import checks
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops, row_flops
 from megapipe.model.gpt.lora import adapter_flops, with_adapters
 from megapipe.model.gpt.moe import buffers, routing_of, row_widths, unused_parameters
-from megapipe.model.gpt.moe_traffic import matrices_traffic, routing_traffic, rows_traffic
+from megapipe.model.gpt.moe_traffic import token_traffic
 from megapipe.model.gpt.parameters import known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.gpt.work import Once, part_costs, stage_work
@@ -32,7 +32,6 @@ from megapipe.model.interface import (
     Feature,
     Repeated,
     TensorShape,
-    TensorTraffic,
     TokenTraffic,
     Work,
     main_tensor,
@@ -205,33 +204,8 @@ class GPT(Family):
         split = self.conditions.tp if self.conditions.sequence_parallel else 1
         return (main_tensor((length // split, rows, self.model.hidden), self.dtype),)
 
-    def tensor_traffic(
-        self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
-    ) -> TensorTraffic:
-        counts = traffic.stage_collectives(
-            self.model, stage, spans, self.conditions, again=again, fused=fused
-        )
-        of_adapters = traffic.adapter_collectives(
-            self.model, stage, spans, self.conditions, again=again, fused=fused
-        )
-        rank = self.conditions.lora.rank if self.conditions.lora else 0
-        hidden = {
-            what: (n + (m := of_adapters.get(what, 0)), n * self.model.hidden + m * rank)
-            for what, n in counts.items()
-        }
-        return TensorTraffic(hidden, traffic.LOSS_NUMBERS * stage.head)
-
-    def token_traffic(
-        self, stage: StageSpec, spans: Sequence[Span], rows: int, length: int, *, again: bool
-    ) -> Iterator[TokenTraffic]:
-        given = self.conditions
-        if not any(map(self.model.moe.has_experts, stage.layers)):
-            return
-        yield from routing_traffic(self.model, stage, given, rows, length)
-        if given.dispatch == "fetch":
-            yield from matrices_traffic(self.model, stage, spans, given, again=again)
-        else:
-            yield from rows_traffic(self.model, stage, spans, given, rows, length, again=again)
+    def token_traffic(self, stage: StageSpec, rows: int, length: int) -> Iterator[TokenTraffic]:
+        return token_traffic(self.model, stage, self.conditions, rows, length)
 
     @property
     def kernels(self) -> KernelNeeds:

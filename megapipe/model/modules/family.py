@@ -20,7 +20,6 @@ from megapipe.model.interface import (
     Loss,
     Repeated,
     TensorShape,
-    TensorTraffic,
     Work,
 )
 from megapipe.model.own_loss import load_loss
@@ -199,21 +198,6 @@ class Modules(Family):
 
     def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         return self.measured(rows, length, self.conditions.tp)[stage.layers[-1]].output
-
-    def tensor_traffic(
-        self, stage: StageSpec, spans: Sequence[Span], *, again: bool, fused: bool
-    ) -> TensorTraffic:
-        measured = self._usual(self.conditions.tp)
-        layers = [measured[number] for number in stage.layers]
-        rows = [width for layer in layers for width in layer.rows]
-        columns = [width for layer in layers for width in layer.columns]
-        forwards = 1 + again
-        return TensorTraffic(
-            {
-                ("all_reduce", "F"): (forwards * len(rows), forwards * sum(rows)),
-                ("all_reduce", "I"): (len(columns), sum(columns)),
-            }
-        )
 
     def build(self, stage: StageSpec, sharding: Sharding) -> ModuleStage:
         """A stage whose parameters have no storage yet, but remember their initial values. Buffers

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.dtypes import Dtype
-from megapipe.layers.own import ColumnLinear, Linear, RowLinear
+from megapipe.layers.own import Linear
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.interface import TensorShape
 from megapipe.model.modules.fused_attention import SDPA_FLOPS, fused_attention
@@ -32,18 +32,6 @@ class Measured(NamedTuple):
     deferred: int
     """Those of linear layers whose weight gradient waits for ``W``."""
     output: tuple[TensorShape, ...]
-    columns: tuple[int, ...]
-    """Inputs per token of each column layer, whose gradients are summed over tp."""
-    rows: tuple[int, ...]
-    """Outputs per token of each row layer, which are summed over tp."""
-
-
-class _Linears(NamedTuple):
-    """Sizes noted in one forward of the linear layers whose weight gradients wait."""
-
-    deferred: list[int]
-    columns: list[int]
-    rows: list[int]
 
 
 def measure(
@@ -142,7 +130,7 @@ def _run(
     shares = Shares(layer, own, tp)
     counter = FlopCounterMode(display=False, custom_mapping=SDPA_FLOPS)
     one_type, fused = _OneType(), fused_attention()
-    with _hooked(own, shares) as seen, one_type, counter, fused, shares:
+    with _hooked(own, shares) as deferred, one_type, counter, fused, shares:
         try:
             y = layer(*x)
         except FAILURES as error:  # whatever the user's code raises
@@ -166,34 +154,28 @@ def _run(
         raise source.problem(f"layer {number}: {shares.problem}")
     return y, Measured(
         flops=counter.get_total_flops(),
-        deferred=sum(seen.deferred),
+        deferred=sum(deferred),
         output=(),
-        columns=tuple(seen.columns),
-        rows=tuple(seen.rows),
     )
 
 
 @contextmanager
-def _hooked(modules: Sequence[Linear], shares: Shares) -> Iterator[_Linears]:
-    """Within the context, note the sizes of linear layers, and tell `shares` of their forwards."""
-    seen = _Linears([], [], [])
+def _hooked(modules: Sequence[Linear], shares: Shares) -> Iterator[list[int]]:
+    """Within the context, note the FLOPs of linear layers whose weight gradients wait, and tell
+    `shares` of their forwards."""
+    deferred: list[int] = []
 
     def before(module: Any, given: Any) -> None:
         shares.enter(module)
 
     def after(module: Any, given: tuple[Tensor], y: Tensor) -> None:
         shares.leave(module, given[0], y)
-        inputs, outputs = given[0].shape[-1], y.shape[-1]
-        seen.deferred.append(2 * y.numel() * inputs)
-        if isinstance(module, ColumnLinear):
-            seen.columns.append(inputs)
-        elif isinstance(module, RowLinear):
-            seen.rows.append(outputs)
+        deferred.append(2 * y.numel() * given[0].shape[-1])
 
     hooks = [module.register_forward_pre_hook(before) for module in modules]
     hooks += [module.register_forward_hook(after) for module in modules]
     try:
-        yield seen
+        yield deferred
     finally:
         for each in hooks:
             each.remove()
