@@ -88,7 +88,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 
 class TokenTraffic(NamedTuple):
-    """What the ranks over which experts are split exchange about a micro-batch's tokens."""
+    """Collectives about a micro-batch's tokens, of the ranks over which experts are split."""
 
     collective: Collective
     what: str

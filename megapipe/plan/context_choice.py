@@ -106,7 +106,7 @@ def _candidates(cp: int) -> Iterator[ContextConfig]:
             yield ContextConfig.model_validate({"ulysses": ulysses, "ranks": first, **own})
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Where ranks are, and how fast they reach each other."""
 
     config: Config
@@ -128,13 +128,13 @@ class _Places(NamedTuple):
 
 def way_of(config: Config) -> Way:
     """A resolved configuration's own way, on any device. Raises :class:`ConfigError`."""
-    return _way(config, _attention(config), _Places(config))
+    return _way(config, attention_of(config), Places(config))
 
 
-def _way(config: Config, own: Attention, places: _Places) -> Way:
+def _way(config: Config, own: Attention, places: Places) -> Way:
     sent = {True: [0] * own.split.cp, False: [0] * own.split.cp}
     for what, index in product(PASSES, range(own.split.cp)):
-        for within, size in _bytes(own, places, what, index):
+        for within, size in bytes_sent(own, places, what, index):
             sent[within][index] += size
     forward, n, scores = own.plans.forward, own.split.ring, _scores(config, own.split)
     mean = sum(scores(i, j) for i, j in product(range(n), repeat=2)) / n
@@ -153,7 +153,7 @@ def _way(config: Config, own: Attention, places: _Places) -> Way:
 
 def cost_of(config: Config, speeds: Speeds) -> Cost:
     """The same with its time, on a device of known speed. Raises :class:`ConfigError`."""
-    own, places = _attention(config), _Places(config)
+    own, places = attention_of(config), Places(config)
     rate = speeds.reached
     scores, heads = _scores(config, own.split), own.heads // own.split.ulysses
 
@@ -171,7 +171,7 @@ def cost_of(config: Config, speeds: Speeds) -> Cost:
     return Cost(**vars(_way(config, own, places)), seconds=whole, exposed=exposed)
 
 
-def _attention(config: Config) -> Attention:
+def attention_of(config: Config) -> Attention:
     """That of a layer and micro-batch, whose sequences are not cut into slices."""
     split, family = split_of(config), family_of(config, "cuda")
     check_context(config, split, 1)
@@ -187,7 +187,7 @@ def _scores(config: Config, split: Split) -> Callable[[int, int], int]:
     return cache(lambda i, j: sum(entry.scores for entry in entries(blocks[i], blocks[j])))
 
 
-def _rings(own: Attention, places: _Places) -> Iterable[int]:
+def _rings(own: Attention, places: Places) -> Iterable[int]:
     """Ulysses indices whose rings lie differently over nodes, one of each kind."""
     split = own.split
     found: dict[tuple[int, ...], int] = {}
@@ -199,7 +199,7 @@ def _rings(own: Attention, places: _Places) -> Iterable[int]:
 
 def _timed(
     own: Attention,
-    places: _Places,
+    places: Places,
     what: Pass,
     work: Callable[[int, int], float],
     ulysses: int,
@@ -217,7 +217,9 @@ def _timed(
     return simulate(plan, () if own.plans.gathers else messages, work, link)
 
 
-def _bytes(own: Attention, places: _Places, what: Pass, index: int) -> Iterator[tuple[bool, int]]:
+def bytes_sent(
+    own: Attention, places: Places, what: Pass, index: int
+) -> Iterator[tuple[bool, int]]:
     """Bytes that a rank sends, each with whether to its own node."""
     yield from _collective_bytes(own, places, what, index)
     split = own.split
@@ -230,7 +232,7 @@ def _bytes(own: Attention, places: _Places, what: Pass, index: int) -> Iterator[
 
 
 def _collective_bytes(
-    own: Attention, places: _Places, what: Pass, index: int
+    own: Attention, places: Places, what: Pass, index: int
 ) -> Iterator[tuple[bool, int]]:
     """The same of exchanges of heads and positions, and of gathered keys."""
     split, n = own.split, own.split.ulysses
@@ -238,7 +240,7 @@ def _collective_bytes(
     for other in range(n):
         if other != ulysses:
             peer = split.index(ring, other)
-            yield places.same_node(index, peer), own.resharded.bytes // n
+            yield places.same_node(index, peer), own.resharded // n
     if own.plans.gathers:
         for other in range(split.ring):
             if other != ring:
@@ -247,7 +249,7 @@ def _collective_bytes(
                 yield places.same_node(index, peer), size
 
 
-def _blocking(own: Attention, places: _Places, what: Pass) -> float:
+def _blocking(own: Attention, places: Places, what: Pass) -> float:
     """Seconds of the collectives during which nothing is computed, of the slowest rank."""
     most = 0.0
     for index in range(own.split.cp):

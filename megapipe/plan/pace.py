@@ -120,7 +120,7 @@ class _Waits(NamedTuple):
     """Seconds that the operations of a stage wait for collectives of a whole micro-batch."""
 
     sent: Mapping[Operation, Mapping[str, float]]
-    """What each operation exchanges, at the speed of the slowest link, by :func:`_group`."""
+    """Of all that an operation exchanges, at the speed of the slowest link, by :func:`_group`."""
     kept: Mapping[Operation, Mapping[str, float]]
     """The same where no layer recomputes."""
     simulated: Mapping[str, Mapping[Pass, float]]
@@ -167,8 +167,8 @@ class _Waits(NamedTuple):
 
 
 def _group(transfer: Transfer) -> str:
-    """What a collective is part of: attention over cp, rows or matrices that go to experts and
-    back, which are simulated with what is computed meanwhile; tp, or others."""
+    """Name the part that a collective has: attention over cp, rows or matrices that go to experts
+    and back, which are simulated with what is computed meanwhile; tp, or others."""
     if transfer.axis in ("cp", "ulysses") and transfer.kind != "all_reduce":
         return "attention"
     if transfer.axis.startswith("ep") and transfer.dtype != "int64":

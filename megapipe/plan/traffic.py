@@ -56,7 +56,7 @@ class Exchange:
     dp*pp[0,3]."""
     collective: str
     what: str
-    """What it is for; of stages the operation that exchanges it: F, R, I, W or B."""
+    """Purpose; of what stages exchange, the operation that does it: F, R, I, W or B."""
     count: int
     bytes: int
     members: int
@@ -180,8 +180,8 @@ def _of_stages(units: Units, rank: int, index: int | None) -> Iterator[Exchange]
 
 
 def _runs(units: Units, rank: int) -> Iterator[tuple[int, int, int, str, Operation]]:
-    """What runs in a step of a pipeline rank: (stage, rows, slice, operation, what it runs). An I
-    or B that no R is ahead of runs R's forward, too."""
+    """Yield all that runs in a step of a pipeline rank: (stage, rows, slice, operation, and the one
+    whose work it does). An I or B that no R is ahead of does that of R, too."""
     schedule, microbatch = units.layout.schedule, units.config.train.microbatch
     built = set()
     for op in schedule.rank_ops(rank):

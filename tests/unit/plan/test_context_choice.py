@@ -10,18 +10,19 @@ import re
 from pathlib import Path
 
 import pytest
+from megapipe.plan.context_memory import attention_workspace
 
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.context_config import PLANS, ContextConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
+from megapipe.layout.context_plan import PASSES
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.commands import main
-from megapipe.plan.context_choice import Cost, cost_of, costs
-from megapipe.plan.context_memory import attention_workspace
+from megapipe.plan.context_choice import Cost, Places, attention_of, bytes_sent, cost_of, costs
 from megapipe.plan.demand import size_text
 from megapipe.plan.report import report
 from megapipe.plan.units import Units
@@ -100,6 +101,31 @@ def test_bytes_within_nodes_and_between() -> None:
     turned = config(*given, "context.ulysses=2", "context.ranks=context_first")
     other = cost_of(turned, Speeds.of(turned))
     assert (other.within, other.between) == (usp.between, usp.within)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("context.travels=queries",),
+        ("context.plan=all_gather",),
+        ("context.plan=double_ring", "context.inner=2"),
+        ("context.plan=teams", "context.team=2"),
+        ("context.plan=helpers", "context.order=contiguous"),
+        ("context.ulysses=2",),
+        ("context.ulysses=4",),
+    ],
+)
+def test_bytes_are_those_of_a_run(keys: tuple[str, ...]) -> None:
+    """Of one layer, on the first and the last rank."""
+    more = ("parallel.cp=4", "model.layers=1", "train.sequence_length=64")
+    given, layout = resolve(parse([*LONG, *more, *keys]).config, None, None)
+    units, own, places = Units(given, layout), attention_of(given), Places(given)
+    for index in (0, 3):
+        (unit,) = units.of(0, index=index)
+        for what in PASSES:
+            wire = sum(e.wire for e in unit.transfers(what) if e.axis in ("cp", "ulysses"))
+            assert wire == sum(size for _, size in bytes_sent(own, places, what, index)), what
 
 
 def test_slow_links_change_the_order() -> None:
