@@ -1,9 +1,11 @@
 """The surroundings of processes that tests start: signals as a terminal gives them, torch's C++ as
-quiet as `train.py` has it, before which it is loaded here (:mod:`tests.parity.launches`), and the
-server that worlds and commands are forks of, unless unit tests alone are run: they start none."""
+quiet as `train.py` has it, before which it is loaded here (:mod:`tests.parity.launches`), a cache
+that all share instead of the user's, and the server that worlds and commands are forks of, unless
+unit tests alone are run: they start none."""
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if seed := config.getoption("--seed"):
         os.environ[draw.VARIABLE] = seed  # workers inherit it
+    if not hasattr(config, "workerinput"):
+        cache = tempfile.TemporaryDirectory(prefix="megapipe-tests-cache-")
+        config.add_cleanup(cache.cleanup)
+        os.environ["XDG_CACHE_HOME"] = cache.name  # workers inherit it too
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -98,29 +98,6 @@ def most_imbalance(routing: Routing, ep: int) -> Fraction:
     return Fraction(ep * min(routing.top_k, routing.experts // ep), routing.top_k)
 
 
-def most_rows(
-    routing: Routing,
-    tokens: int,
-    sequences: int,
-    length: int,
-    ep: int = 1,
-    etp: int = 1,
-    imbalance: Fraction | None = None,
-) -> int:
-    """Rows that the experts of a rank get of a layer, with a capacity at most, and otherwise where
-    ep x etp ranks, of `tokens` each, choose evenly. They have `sequences` of that length together.
-    With an `imbalance` they are so many times those of an even choice, as far as there are as many.
-    """
-    even = etp * tokens * routing.top_k
-    most = int(even * most_imbalance(routing, ep))
-    places = routing.places(length)
-    if places is not None:
-        most = min(most, sequences * places * routing.experts // ep)
-    if imbalance is not None:
-        return min(most, ceil(even * imbalance))
-    return even if places is None else most
-
-
 def expert_matrices(
     name: str, shape: tuple[int, ...], *, bias: bool, std: float, inner_dim: int
 ) -> Iterator[ParameterSpec]:

@@ -358,7 +358,7 @@ class _EvenCounts:
         ranks = max(1, ep.size // self.layer.sharding.etp)
         experts, on_each = self.layer.routing.experts, places // ranks
         owned = experts // ranks
-        all_own = Fraction(choice.numel(), owned)
+        all_own = Fraction(choice.numel(), max(owned, choice.shape[-1]))  # each once by a token
         more = 1 if self.more is None or ranks == 1 else self.more
         of_own = min(choice.numel() * more / experts, all_own)
         if self.more is None and self.layer.routing.places(self.length) is not None:

@@ -10,15 +10,15 @@ from fractions import Fraction
 
 import pytest
 import torch
+from megapipe.model.gpt.saved import Sizes, held, held_tensors
+from megapipe.model.gpt.workspace import peaks
+from megapipe.plan.context_memory import attention_workspace
 
 from megapipe.config import Config
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layout import freed
 from megapipe.layout.layout import Layout
-from megapipe.model.gpt.saved import Sizes, held, held_tensors
-from megapipe.model.gpt.workspace import peaks
-from megapipe.plan.context_memory import attention_workspace
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
 from tests.parity.checking import assert_same_bits

@@ -7,13 +7,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from megapipe.model.gpt.saved import Sizes, stage_held
 
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
-from megapipe.model.gpt.saved import Sizes, stage_held
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.units import Units
 from megapipe.schedule.generators import build

@@ -11,6 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from megapipe.model.gpt.saved import Sizes, held, held_tensors
+from megapipe.model.gpt.workspace import peaks
 from torch import Tensor
 from torch.nn import functional
 
@@ -28,8 +30,6 @@ from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.block import Block
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.mlp import MLP
-from megapipe.model.gpt.saved import Sizes, held, held_tensors
-from megapipe.model.gpt.workspace import peaks
 from megapipe.model.partition import StageSpec
 from tests.parity import reference
 from tests.parity.chosen import evenly

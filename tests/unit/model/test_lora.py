@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapipe.model.gpt.saved import held, held_tensors
 from torch import Tensor
 
 from megapipe.config import Config
@@ -21,7 +22,6 @@ from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.lora import resolved_targets, with_adapters
 from megapipe.model.gpt.parameters import stage_parameters
-from megapipe.model.gpt.saved import held, held_tensors
 from megapipe.model.interface import Sizes
 from megapipe.model.partition import StageSpec
 from megapipe.plan.memory import model_memory

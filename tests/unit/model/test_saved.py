@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from megapipe.layers.policy import BlockPolicy, Span
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.saved import (
     Sizes,
     cache_bytes,
@@ -17,6 +14,9 @@ from megapipe.model.gpt.saved import (
     queued_bytes,
     saved_tensors,
 )
+
+from megapipe.layers.policy import BlockPolicy, Span
+from megapipe.model.gpt.config import ModelConfig
 
 ALL = frozenset({"norm", "attention", "mlp_activation"})
 KEEP, FULL = BlockPolicy(), BlockPolicy(recompute=frozenset({"block"}))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from megapipe.model.gpt.saved import Sizes, cache_bytes, cache_gradients, held, held_tensors
 
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layers.policy import BlockPolicy, Span
-from megapipe.model.gpt.saved import Sizes, cache_bytes, cache_gradients, held, held_tensors
 from megapipe.model.partition import StageSpec
 from tests.parity import reference
 from tests.parity.live_storages import measure_slices

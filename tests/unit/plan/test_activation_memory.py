@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from megapipe.model.gpt.saved import Held, Sizes, cache_bytes, cache_gradients, stage_held
+from megapipe.model.gpt.workspace import peaks
 
 from megapipe.cli import parse
 from megapipe.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.saved import Held, Sizes, cache_bytes, cache_gradients, stage_held
-from megapipe.model.gpt.workspace import peaks
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.units import Units
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapipe.plan.context_memory import attention_workspace, packs_documents
 from torch import Tensor
 
 from megapipe.cli import parse
@@ -18,7 +19,6 @@ from megapipe.layout.resolve import resolve
 from megapipe.ops.block_attention import CpuFlash
 from megapipe.ops.documents import Documents, Runs
 from megapipe.plan.activation_memory import peak_activations
-from megapipe.plan.context_memory import attention_workspace, packs_documents
 from megapipe.plan.units import Units
 
 LENGTH, HEADS, GROUPS, D = 256, 4, 2, 8

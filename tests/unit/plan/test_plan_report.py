@@ -12,7 +12,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool_file import write_pools
-from megapipe.layers.moe_specs import Routing, most_imbalance, most_rows
+from megapipe.layers.moe_specs import Routing, most_imbalance
 from megapipe.layout.costs import scaled
 from megapipe.layout.expert_checks import check_imbalance
 from megapipe.layout.layout import Layout
@@ -399,11 +399,6 @@ def test_rows_of_a_rank_are_at_most_all_choices() -> None:
     routing = Routing(experts=4, top_k=2)
     assert most_imbalance(routing, ep=2) == 2
     assert most_imbalance(routing, ep=4) == 2
-    rows = [most_rows(routing, 10, 8, 5, 4, 1, Fraction(x)) for x in ("1", "1.1", "1.51", "4")]
-    assert rows == [20, 22, 31, 40]
-    limited = replace(routing, capacity=0.5)
-    assert most_rows(limited, 10, 8, 5, 4, 1) == most_rows(limited, 10, 8, 5, 4, 1, Fraction(4))
-    assert most_rows(limited, 10, 8, 5, 4, 1) == 8 * 2, "places for two of 2.5 choices"
 
 
 @pytest.mark.parametrize(

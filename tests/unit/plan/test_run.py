@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.config import Config
 from megapipe.distributed.collectives import start_all_to_all
 from megapipe.layers import linear
 from megapipe.layers.norm import Norm
@@ -162,3 +163,30 @@ def test_a_user_defined_family_is_run() -> None:
     tokens = 64 * 2
     assert unit.flops("F") == 2 * tokens * (3 * 6 * 6 + 6 * 20)
     assert unit.queued == 0, "autograd computes all weight gradients"
+
+
+def test_rows_of_experts_are_even_or_those_of_an_imbalance_or_of_a_capacity() -> None:
+    """Of 64 tokens on each rank, whose two choices go to four experts."""
+    mean = 64 * 2
+
+    def rows(imbalance: str | None, ranks: int = 2, **keys: float) -> int:
+        moe = {"experts": 4, "ffn": 24, "top_k": 2, **keys}
+        sections = {
+            "model": {"layers": 2, "hidden": 16, "heads": 4, "vocab_size": 300, "moe": moe},
+            "parallel": {"dp": ranks, "ep": ranks, "device": "cpu"},
+            "train": {"sequence_length": 32, "microbatch": 2, "global_batch": 2 * ranks},
+        }
+        config, layout = resolve(Config.model_validate(sections), ranks, 300)
+        more = None if imbalance is None else Fraction(imbalance)
+        (unit,) = measure(config, layout, 0, imbalance=more)
+        every = (each.product for each in unit.operations["F"] if isinstance(each, Kernel))
+        return sum(m for m, n, _ in filter(None, every) if n == 24) // 2  # of one layer
+
+    assert rows(None) == rows("1") == mean
+    assert rows("1.5") == mean * 3 // 2
+    assert rows("2") == rows("4") == 2 * mean
+    once = "a token chooses an expert once"
+    assert rows("4", ranks=4) == rows(None, ranks=4, capacity=9) == 2 * mean, once
+    assert rows(None, capacity=1.5) == rows("4", capacity=1.5) == mean * 3 // 2
+    assert rows("1.25", capacity=1.5) == mean * 5 // 4
+    assert rows(None, capacity=0.5) == rows("1", capacity=0.5) == mean // 2
