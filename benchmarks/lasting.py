@@ -22,6 +22,7 @@ from megapipe.engine.stage import Key, Stage
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.plan.freed import freed_share
 from megapipe.schedule.ir import Kind
 from megapipe.train import step as training
 
@@ -88,4 +89,4 @@ def configured(
     }
     for section, keys in given.items():
         sections[section] = {**sections.get(section, {}), **keys}
-    return resolve(Config.model_validate(sections), ranks, VOCABULARY)
+    return resolve(Config.model_validate(sections), ranks, VOCABULARY, freed=freed_share)

@@ -43,6 +43,7 @@ from megapipe.ops.kernels import Kernels
 from megapipe.ops.storages import LiveStorages
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.plan.activation_memory import peak_activations
+from megapipe.plan.freed import freed_share
 from megapipe.plan.units import Units
 from megapipe.schedule.generators import names
 from megapipe.schedule.ir import Op
@@ -211,7 +212,7 @@ def configure(
             }
         )
         try:
-            return resolve(config, cp, VOCABULARY)
+            return resolve(config, cp, VOCABULARY, freed=freed_share)
         except ConfigError as error:
             refusal = error
     assert refusal is not None

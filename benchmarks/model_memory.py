@@ -22,6 +22,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.optim.buffers import Bucket
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import Store
+from megapipe.plan.freed import freed_share
 from megapipe.plan.memory import model_memory
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
@@ -87,7 +88,7 @@ def configure(schedule: str, setting: dict[str, Any]) -> tuple[Config, Layout]:
             },
         }
     )
-    return resolve(config, SHARING * PP, VOCABULARY)
+    return resolve(config, SHARING * PP, VOCABULARY, freed=freed_share)
 
 
 def grid_of(setting: dict[str, Any]) -> Grid:

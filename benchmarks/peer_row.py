@@ -18,6 +18,7 @@ from zero import own_batches
 from megapipe.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.plan.freed import freed_share
 
 GOAL = 1.1
 
@@ -59,7 +60,8 @@ class Row:
         settings["parallel"] |= {"dp": self.dp, "tp": self.tp, "pp": self.pp}
         settings["pipeline"] |= self.pipeline
         settings["train"]["global_batch"] = self.samples
-        return resolve(Config.model_validate(settings), self.world, self.size.vocab)
+        config = Config.model_validate(settings)
+        return resolve(config, self.world, self.size.vocab, freed=freed_share)
 
     def batches(self) -> Tensor:
         """[n, samples, s + 1], those of the replicas one after the other."""

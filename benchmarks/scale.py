@@ -39,6 +39,7 @@ from megapipe.distributed.mesh import Grid
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan.activation_memory import peak_activations
+from megapipe.plan.freed import freed_share
 from megapipe.plan.memory import model_memory
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
@@ -231,7 +232,7 @@ class Giant(NamedTuple):
 
 
 def configure(*keys: str) -> tuple[Config, Layout]:
-    return resolve(parse(list(keys)).config, None, None)
+    return resolve(parse(list(keys)).config, None, None, freed=freed_share)
 
 
 def toy(world: int, *keys: str, cp: int = 1) -> tuple[Config, Layout]:

@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         cache = tempfile.TemporaryDirectory(prefix="megapipe-tests-cache-")
         config.add_cleanup(cache.cleanup)
+        user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        os.environ.setdefault("MPLCONFIGDIR", str(Path(user) / "matplotlib"))  # has its fonts
         os.environ["XDG_CACHE_HOME"] = cache.name  # workers inherit it too
 
 

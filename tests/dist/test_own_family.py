@@ -14,6 +14,7 @@ from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.config import ModelConfig
+from megapipe.plan.freed import freed_share
 from megapipe.plan.report import report
 from megapipe.testing import World, run_world
 from megapipe.train.step import TrainStep
@@ -34,7 +35,8 @@ def settle(case: Case, **options: int) -> tuple[Config, Layout]:
         dtype="fp64",
     )
     config, _ = configure(case)
-    return resolve(config.model_copy(update={"model": model}), case.world, case.vocab)
+    config = config.model_copy(update={"model": model})
+    return resolve(config, case.world, case.vocab, freed=freed_share)
 
 
 def run_tiny_cases(world: World, cases: list[Case]) -> list[Outcome]:

@@ -25,6 +25,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import Store
+from megapipe.plan.freed import freed_share
 from megapipe.testing import World, WorldError, run_world
 from megapipe.train.post_validation import PostValidation
 from megapipe.train.routing_state import RoutingState
@@ -87,7 +88,8 @@ def begin(world: World, this: Run, *, trust: bool) -> TrainStep:
     settings["train"]["steps"] = this.steps
     settings["numbers"] |= {"rerun": False}  # what is poisoned is the turn and not the step
     settings["optimizer"] |= {"clip": this.clip, "post_validation": trust, **this.optimizer}
-    config, layout = resolve(Config.model_validate(settings), case.world, case.vocab)
+    config = Config.model_validate(settings)
+    config, layout = resolve(config, case.world, case.vocab, freed=freed_share)
     step = TrainStep(config, layout, world.mesh(case.grid))
     params = reference.init_random(config.model, seed=3)
     step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))

@@ -18,6 +18,7 @@ from megapipe.experts.pool_file import write_pools
 from megapipe.layers.experts import Experts
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
+from megapipe.plan.freed import freed_share
 from megapipe.testing import World
 from megapipe.train import migration
 from megapipe.train.step import TrainStep
@@ -64,7 +65,8 @@ def with_policy(
     settings = config.model_dump()
     settings["experts"] |= {"policy": "migrate", "pool": str(path), "replan": every}
     settings["log"]["peak_tflops"] = SLOW
-    return resolve(Config.model_validate(settings), case.world, case.vocab)
+    config = Config.model_validate(settings)
+    return resolve(config, case.world, case.vocab, freed=freed_share)
 
 
 def begun(mesh: ParallelMesh, case: Case, folder: str, every: int = 1) -> TrainStep:

@@ -17,6 +17,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.modules.units import Source, places
+from megapipe.plan.freed import freed_share
 from megapipe.testing import World
 from megapipe.train.step import TrainStep
 from tests.parity.cases import Case, batch_of, configure
@@ -209,7 +210,7 @@ def settle(own: Own) -> tuple[Config, Layout]:
     loss = None if own.loss is None else f"{__name__}:{own.loss}"
     train = config.train.model_copy(update={"loss": loss})
     config = config.model_copy(update={"model": model, "train": train})
-    return resolve(config, own.case.world, own.case.vocab)
+    return resolve(config, own.case.world, own.case.vocab, freed=freed_share)
 
 
 def run_own(world: World, all_of_them: Sequence[Own]) -> list[Outcome]:

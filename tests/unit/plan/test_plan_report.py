@@ -21,6 +21,7 @@ from megapipe.model.gpt.flops import layer_flops
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.commands import main as context_command
 from megapipe.plan.demand import size_text
+from megapipe.plan.freed import freed_share
 from megapipe.plan.memory import model_memory
 from megapipe.plan.report import held_by_process, report
 from megapipe.plan.traffic import by_axis, step_traffic
@@ -50,7 +51,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(*overrides: str) -> tuple[Config, Layout, str]:
-    config, layout = resolve(parse(list(overrides)).config, None, None)
+    config, layout = resolve(parse(list(overrides)).config, None, None, freed=freed_share)
     return config, layout, report(config, layout)
 
 
