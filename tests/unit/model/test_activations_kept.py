@@ -1,4 +1,4 @@
-"""Whatever a block keeps, runs again or puts away: the same bits, and the memory that was said."""
+"""Whatever a block keeps, runs again or puts away: the same bits, and what is let go of."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from megapipe.model.gpt.saved import Sizes, held, held_tensors
-from megapipe.model.gpt.workspace import peaks
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,7 +19,6 @@ from megapipe.layers import offload
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
 from megapipe.layers.offload import HostMemory
-from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layers.policy import Span
 from megapipe.layers.recompute import Entrance, keep, recompute
 from megapipe.layers.weight_grad import WeightGradQueue, WeightGradTask
@@ -32,17 +29,13 @@ from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.mlp import MLP
 from megapipe.model.partition import StageSpec
 from tests.parity import reference
-from tests.parity.chosen import evenly
-from tests.parity.live_storages import measure
-from tests.parity.marks import in_parts
 from tests.parity.ranks import OF_ALL_MODELS, Case, configure
 from tests.parity.stage_cases import main_grads, new_pipeline, new_stage
 
 LAYERS, ROWS, LENGTH = 3, 2, 8
 MIDDLE = StageSpec(embedding=False, layers=range(LAYERS), head=False)
 POLICIES = [name for name in OF_ALL_MODELS if name != "stage" and "attention kept" not in name]
-"""Kept results of attention are those of attention by blocks, which is measured with cp in
-`tests/dist/test_activation_policies.py`."""
+"""Kept results of attention are those of attention by blocks, which is that of cp."""
 
 
 def model_of(kind: str, **fields: Any) -> ModelConfig:
@@ -195,129 +188,6 @@ def test_what_is_run_again_is_so_once_and_in_the_input_gradient(name: str) -> No
     with counted() as later:
         stage.weight_grad(key)
     assert not later
-
-
-MODELS = [
-    ("gpt2", {}),
-    ("gpt2", {"kv_heads": 2, "dropout": 0.1}),
-    ("llama", {"kv_heads": 2}),
-    ("llama", {"kv_heads": 1}),
-    ("mixed", {"dropout": 0.1, "dtype": "bf16"}),
-    ("gelu", {"dtype": "fp32"}),
-    ("qwen", {"kv_heads": 2}),
-    ("neox", {}),
-    ("bloom", {"kv_heads": 2}),
-    ("gemma", {}),
-]
-OF_EXPERTS = [*POLICIES, "experts again"]
-WITH_EXPERTS = [
-    ("gpt2", {"moe": "top 2"}),
-    ("llama", {"moe": "shared, gated", "dropout": 0.1}),
-    ("mixed", {"moe": "residual", "dtype": "bf16"}),
-    ("neox", {"moe": "groups"}),
-    ("neox", {"moe": "every second"}),
-    ("gpt2", {"moe": "pyramid"}),
-]
-
-
-@in_parts("name", POLICIES, default=6, full=2)
-@pytest.mark.parametrize(("kind", "fields"), MODELS)
-def test_bytes_are_those_of_the_formula(kind: str, fields: dict[str, Any], name: str) -> None:
-    model = model_of(kind, **fields)
-    alive = measure(middle(model, name), hidden(model), microbatch(model, 0))
-    spans, sizes = spans_of(name), Sizes(LENGTH, ROWS)
-    promised = list(held_tensors(model, spans, sizes))
-    assert alive.device == sorted(tensor.bytes for tensor, in_host in promised if not in_host)
-    assert alive.host == sorted(tensor.bytes for tensor, in_host in promised if in_host)
-    total = held(model, spans, sizes)
-    assert (sum(alive.device), sum(alive.host)) == total[:2]
-    assert sum(alive.queued) == total.queued
-    assert not alive.after
-
-
-@in_parts("name", OF_EXPERTS, default=["full"], full=["keep", "of each some", "experts again"])
-@in_parts(("kind", "fields"), WITH_EXPERTS, default=2)
-def test_bytes_of_layers_with_experts(kind: str, fields: dict[str, Any], name: str) -> None:
-    """Beside what they tell of their routing, which is a few numbers."""
-    model = model_of(kind, **fields)
-    mb = microbatch(model, 0)
-    alive = measure(middle(model, name), hidden(model), mb)
-    told = [load.nbytes for load in mb.loads.values()]
-    spans, sizes = spans_of(name), Sizes(LENGTH, ROWS)
-    promised = list(held_tensors(model, spans, sizes))
-    here = [tensor.bytes for tensor, in_host in promised if not in_host]
-    assert alive.device == sorted(here + told)
-    assert alive.host == sorted(tensor.bytes for tensor, in_host in promised if in_host)
-    total = held(model, spans, sizes)
-    assert (sum(alive.device) - sum(told), sum(alive.host)) == total[:2]
-    assert sum(alive.queued) - sum(told) == total.queued
-    assert sorted(alive.after) == sorted(told)
-
-
-LARGER = {"hidden": 64, "head_dim": 16, "ffn_hidden": 192}
-"""Of which a few vectors are a small part."""
-
-
-@in_parts("name", POLICIES, default=["of each some"], full=["selective", "full", "offload"])
-@in_parts(
-    ("kind", "fields"),
-    [
-        ("gpt2", {"dtype": "bf16"}),
-        ("gpt2", {}),
-        ("gpt2", {"dropout": 0.1}),
-        ("gpt2", {"dtype": "bf16", "dropout": 0.1}),
-        ("llama", {"kv_heads": 2, "dtype": "fp32"}),
-        ("llama", {"kv_heads": 2, "dtype": "bf16", "dropout": 0.1}),
-        ("llama", {"kv_heads": 1, "dtype": "fp32", "dropout": 0.1}),
-        ("qwen", {"kv_heads": 1, "dtype": "bf16"}),
-        ("neox", {}),
-        ("bloom", {}),
-        ("bloom", {"kv_heads": 1, "dtype": "bf16"}),
-        ("bloom", {"kv_heads": 2, "dtype": "fp32"}),
-        ("gemma", {}),
-        ("gemma", {"dtype": "bf16"}),
-    ],
-    default=2,
-)
-def test_the_peak_within_an_operation_is_that_of_the_formula(
-    kind: str, fields: dict[str, Any], name: str
-) -> None:
-    model = model_of(kind, **fields).model_copy(update=LARGER)
-    x = torch.ones(64, 4, model.hidden, dtype=TORCH_DTYPES[model.dtype])
-    alive = measure(middle(model, name), x, microbatch(model, 0))
-    formula = peaks(model, MIDDLE, spans_of(name), Sizes(64, 4), most_tokens=0)
-    for kind, measured in alive.within.items():  # gradients of vectors are left out
-        assert getattr(formula, kind) == pytest.approx(measured, rel=0.005), kind
-
-
-@in_parts("name", OF_EXPERTS, full=["full", "of each some"])
-@in_parts(
-    ("kind", "fields"),
-    [
-        ("gpt2", {"moe": "top 2", "dtype": "bf16"}),
-        ("llama", {"moe": "top 2", "dropout": 0.1}),
-        ("llama", {"moe": "shared, gated", "dtype": "fp32"}),
-        ("mixed", {"moe": "residual", "dtype": "bf16"}),
-        ("neox", {"moe": "groups"}),
-        ("neox", {"moe": "every second"}),
-        ("gemma", {"moe": "top 2"}),
-        ("gpt2", {"moe": "pyramid"}),
-        ("gpt2", {"moe": "capacity, score"}),
-    ],
-    default=2,
-)
-def test_the_peak_within_an_operation_of_layers_with_experts(
-    kind: str, fields: dict[str, Any], name: str
-) -> None:
-    """Which are chosen evenly."""
-    model = model_of(kind, **fields).model_copy(update=LARGER)
-    model = model.model_copy(update={"moe": model.moe.model_copy(update={"ffn": 96})})
-    x = torch.ones(64, 4, model.hidden, dtype=TORCH_DTYPES[model.dtype])
-    with evenly():
-        alive = measure(middle(model, name), x, microbatch(model, 0))
-    formula = peaks(model, MIDDLE, spans_of(name), Sizes(64, 4), most_tokens=0)
-    for kind, measured in alive.within.items():
-        assert getattr(formula, kind) == pytest.approx(measured, rel=0.005), kind
 
 
 def test_offloading_lets_go_of_the_message_that_came_in() -> None:
