@@ -7,7 +7,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from megapipe.model.gpt.saved import Sizes, stage_held
 
 from megapipe.cli import parse
 from megapipe.config import Config
@@ -15,6 +14,7 @@ from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
 from megapipe.plan.activation_memory import peak_activations
+from megapipe.plan.freed import freed_share
 from megapipe.plan.units import Units
 from megapipe.schedule.generators import build
 from megapipe.schedule.memory import peak_held, peak_weighted
@@ -34,16 +34,14 @@ SCORES = "model.dropout=0.1"
 
 
 def configure(*keys: str) -> tuple[Config, Layout]:
-    return resolve(parse([*BASE, *keys]).config, None, None)
+    return resolve(parse([*BASE, *keys]).config, None, None, freed=freed_share)
 
 
 def share(config: Config, layout: Layout) -> Fraction:
     """Of the stage where it is least, in whole thousandths."""
-    found = []
-    for spec, spans in zip(layout.stage_layers, layout.spans, strict=True):
-        held = stage_held(config.model, spec, spans, Sizes(256, 1), loss_chunk=layout.loss_chunk)
-        found.append(1000 * (held.device - held.queued) // held.device)
-    return Fraction(min(found), 1000)
+    units = Units(config, layout)
+    found = [unit for stage in range(layout.stages) for unit in units.of(stage)]
+    return Fraction(min(1000 * (each.held - each.queued) // each.held for each in found), 1000)
 
 
 @pytest.mark.parametrize("name", ["zb_1p", "zb_2p"])
@@ -56,9 +54,10 @@ def test_orders_within_a_limit_use_what_is_free(name: str) -> None:
     assert layout.schedule.ops == build(name, **given, freed=layout.freed).ops
     assert max(peak_weighted(layout.schedule, layout.freed)) <= 4 < max(peak_held(layout.schedule))
     alone = configure("pipeline.schedule=1f1b", SCORES, "train.global_batch=1")
+    units, of_one = Units(config, layout), Units(*alone)
     for rank in range(4):
-        most = peak_activations(Units(config, layout), rank, inside=False).device
-        assert most <= 4 * peak_activations(Units(*alone), rank, inside=False).device
+        most = peak_activations(units, rank, inside=False).device
+        assert most <= 4 * peak_activations(of_one, rank, inside=False).device
 
     _, fused = configure(key, "pipeline.memory_limit=4")
     assert fused.freed == 0, "the embedding's gradients wait, and scores are not kept"
@@ -105,6 +104,17 @@ def test_it_is_known_with_the_tokenizer() -> None:
     keys = ("pipeline.schedule=zb_1p", SCORES)
     config, layout = configure(*keys, "data.tokenizer=some/where")
     assert layout.freed == 0
-    _, known = resolve(config, None, BYTE_VOCABULARY, before=layout)
+    _, known = resolve(config, None, BYTE_VOCABULARY, before=layout, freed=freed_share)
     other = configure(*keys)[1]
     assert (known.freed, known.schedule.ops) == (other.freed, other.schedule.ops)
+
+
+def test_a_layout_is_final_once_it_is_measured() -> None:
+    """Ranks of a launched run measure it later, when nothing else has changed."""
+    keys = ("pipeline.schedule=zb_1p", SCORES, "pipeline.memory_limit=4")
+    config, early = resolve(parse([*BASE, *keys]).config, None, BYTE_VOCABULARY)
+    assert early.schedule.whole_microbatches == 1
+    _, known = resolve(config, None, BYTE_VOCABULARY, before=early, freed=freed_share)
+    final = configure(*keys)[1]
+    assert final.freed > 0
+    assert (known.freed, known.schedule.ops) == (final.freed, final.schedule.ops)

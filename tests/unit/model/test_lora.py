@@ -6,34 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from megapipe.model.gpt.saved import held, held_tensors
 from torch import Tensor
 
 from megapipe.config import Config
 from megapipe.distributed.mesh import Axis
 from megapipe.errors import ConfigError
 from megapipe.layers.lora_specs import Lora
-from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, local_parameter
 from megapipe.layers.specs import by_name
-from megapipe.layout.activations import stage_spans
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.lora import resolved_targets, with_adapters
 from megapipe.model.gpt.parameters import stage_parameters
-from megapipe.model.interface import Sizes
 from megapipe.model.partition import StageSpec
 from megapipe.plan.memory import model_memory
-from tests.parity import reference
-from tests.parity.live_storages import measure
-from tests.parity.marks import in_parts
-from tests.parity.ranks import Case, configure
-from tests.parity.stage_cases import new_stage
+from megapipe.plan.units import Units
 from tests.unit.model.transformers_models import model_of
 
 MIDDLE = StageSpec(embedding=False, layers=range(3), head=False)
-LENGTH, ROWS = 8, 2
 
 
 def resolved(world: int = 1, **keys: Any) -> tuple[Config, Layout]:
@@ -122,45 +112,29 @@ def test_initial_values_are_peft_s_and_those_of_any_layout() -> None:
     assert not torch.equal(initial(q, 1, 0), whole)
 
 
-@in_parts("name", ["keep", "full, two together", "of each some"], default=["of each some"], full=1)
 @pytest.mark.parametrize(
-    ("kind", "fields", "targets"),
+    ("targets", "held", "queued"),
     [
-        ("gpt2", {"dtype": "bf16"}, ["all"]),
-        ("llama", {"kv_heads": 2}, ["all"]),
-        ("llama", {"kv_heads": 2}, ["attention.q", "attention.v"]),
-        ("neox", {}, ["attention.out", "mlp.down"]),
-        ("gemma", {}, ["mlp.gate"]),
-        ("gpt2", {"moe": "top 2"}, ["all"]),
-        ("llama", {"moe": "shared, gated", "dropout": 0.1}, ["all"]),
-        ("llama", {"moe": "groups"}, ["attention.q", "mlp.down"]),
-        ("neox", {"moe": "pyramid"}, ["mlp.up"]),
+        # beside all inputs and output gradients, products with A [t, 3] and their gradients
+        (["all"], 4 * 3, 4 * 2 * 3),
+        # without the inputs of qkv and mlp.up: of out it is attention's output, which is kept
+        (["mlp.down"], 3 - 2 * 64, -16 * 64 + (4 + 1) * 64 + 2 * 3),
+        # without those of mlp.up and mlp.down
+        (["attention.qkv"], 3 - (1 + 4) * 64, -16 * 64 + (1 + 3) * 64 + 2 * 3),
     ],
 )
-def test_bytes_are_those_of_the_formula(
-    kind: str, fields: dict[str, Any], targets: list[str], name: str
-) -> None:
-    model: ModelConfig = configure(Case(model=kind, tied=False, layers=3, **fields))[0].model
-    lora = Lora(3, 1.0, tuple(resolved_targets(model, targets)))
-    (spans,) = stage_spans(configure(Case(activations=name))[0].activations, [MIDDLE])
-    section = configure(Case(model=kind, lora="all"))[0].lora.model_copy(
-        update={"rank": 3, "targets": list(lora.targets)}
-    )
-    params = reference.init_random(model, seed=3, lora=section)
-    stage, _ = new_stage(model, params, MIDDLE, spans=spans, lora=lora)
-    dtype = reference.COMPUTE_DTYPES[model.dtype]
-    x = torch.ones(LENGTH, ROWS, model.hidden, dtype=dtype)
-    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    mb = MicroBatch(0, 0, 1, tokens, tokens, tokens, scale=1.0)
-    alive = measure(stage, x, mb)
-    told = [load.nbytes for load in mb.loads.values()]
-    sizes = Sizes(LENGTH, ROWS)
-    promised = list(held_tensors(model, spans, sizes, lora))
-    here = [tensor.bytes for tensor, in_host in promised if not in_host]
-    assert alive.device == sorted(here + told)
-    assert alive.host == sorted(tensor.bytes for tensor, in_host in promised if in_host)
-    assert sum(alive.queued) - sum(told) == held(model, spans, sizes, lora).queued
-    assert sorted(alive.after) == sorted(told)
+def test_a_layer_holds_what_its_adapters_need(targets: list[str], held: int, queued: int) -> None:
+    """Values per token by hand, more than where all weights of the layer are trained."""
+
+    def of_layer(**lora: Any) -> tuple[int, int]:
+        few, many = (
+            Units(*resolved(model__layers=n, model__dtype="bf16", **lora)).of(0)[0] for n in (6, 7)
+        )
+        return many.held - few.held, many.queued - few.queued
+
+    adapted, plain = of_layer(lora__rank=3, lora__targets=targets), of_layer()
+    values = 2 * 256 * 4  # bytes of one per token
+    assert [b - a for a, b in zip(plain, adapted, strict=True)] == [values * held, values * queued]
 
 
 def test_memory_is_that_of_the_weights_and_little_more() -> None:
