@@ -108,6 +108,7 @@ class Modules(Family):
                 self._source,
                 self._sketch,
                 {place.module for place in places if isinstance(place.module, Linear)},
+                self._loss,
                 (rows, length),
                 self.dtype,
                 tp,

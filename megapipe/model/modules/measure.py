@@ -6,7 +6,7 @@ Nothing is computed there, but shapes, FLOPs and the tensors that autograd keeps
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megapipe.dtypes import Dtype
 from megapipe.layers.own import Linear
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.model.interface import TensorShape
+from megapipe.model.interface import Loss, TensorShape
 from megapipe.model.modules.fused_attention import SDPA_FLOPS, fused_attention
 from megapipe.model.modules.shares import Shares, one_rank
 from megapipe.model.modules.units import Source
@@ -38,6 +38,7 @@ def measure(
     source: Source,
     layers: Sequence[nn.Module],
     deferred: Collection[Linear],
+    loss: Loss,
     tokens: tuple[int, int],
     dtype: Dtype,
     tp: int,
@@ -45,8 +46,8 @@ def measure(
     """Sizes of each layer on one of `tp` ranks, from a run on the meta device.
 
     `tokens`: the number of sequences and their length. `deferred`: the linear layers whose weight
-    gradients wait. Raises :class:`ConfigError`
-    where a layer fails on that device, returns no tensors, or would be wrong on several ranks.
+    gradients wait. Raises :class:`ConfigError` where a layer fails on that device, returns no
+    tensors, or would be wrong on several ranks, and where `loss` of the last layer gives no sum.
     """
     x: Any = (torch.empty(tokens, dtype=torch.int64, device="meta"),)
     found = []
@@ -69,7 +70,16 @@ def measure(
             raise source.problem(f"layer {number} returns complex numbers: expected real ones")
         found.append(one._replace(output=tuple(map(_shape, y))))
         x = tuple(_leaf(each) for each in y)
+    _check_loss(loss, x if len(x) > 1 else x[0], tokens)
     return found
+
+
+def _check_loss(loss: Loss, y: Any, tokens: tuple[int, int]) -> None:
+    """Call a loss, unless it needs real values."""
+    labels = torch.empty(tokens, dtype=torch.int64, device="meta")
+    mask = torch.empty(tokens, dtype=torch.bool, device="meta")
+    with suppress(RuntimeError):  # what torch raises where values are asked for
+        loss(y, labels, mask)
 
 
 class _OneType(TorchDispatchMode):

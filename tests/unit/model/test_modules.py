@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megapipe.cli import parse
+from megapipe.config import Config
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.layers import ColumnLinear, Linear, RowLinear
@@ -26,9 +27,9 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, release_initial, spec_of
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.interface import Sizes
 from megapipe.model.modules.family import Modules
 from megapipe.model.modules.units import Source
+from megapipe.plan.units import Units
 
 WIDTH, LENGTH, ROWS, WORDS = 8, 6, 2, 257
 
@@ -77,10 +78,12 @@ def heads(column: type[Linear], row: type[Linear]) -> Calls:
 
 
 @pytest.fixture
-def layout_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Layout]:
-    """The layout of a model of some layers between an embedding and a head."""
+def resolved_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Config, Layout]]:
+    """Resolve a model of some layers between an embedding and a head."""
 
-    def made(inner: Callable[[], Sequence[nn.Module]], *keys: str, **given: Any) -> Layout:
+    def made(
+        inner: Callable[[], Sequence[nn.Module]], *keys: str, **given: Any
+    ) -> tuple[Config, Layout]:
         def layers(vocab_size: int) -> list[nn.Module]:
             ends = nn.Embedding(vocab_size, WIDTH), nn.Linear(WIDTH, vocab_size)
             return [ends[0], *inner(), ends[1]]
@@ -97,9 +100,14 @@ def layout_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Layout]:
                 *keys,
             ]
         ).config
-        return resolve(config, None, None, device="cpu")[1]
+        return resolve(config, None, None, device="cpu")
 
     return made
+
+
+@pytest.fixture
+def layout_of(resolved_of: Callable[..., tuple[Config, Layout]]) -> Callable[..., Layout]:
+    return lambda *given, **more: resolved_of(*given, **more)[1]
 
 
 TP2 = "parallel.tp=2"
@@ -355,18 +363,19 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
 @pytest.mark.parametrize("cut", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_plan_counts_what_autograd_keeps(
-    layout_of: Callable[..., Layout], model: str, cut: int
+    resolved_of: Callable[..., tuple[Config, Layout]], model: str, cut: int
 ) -> None:
     """On the first and on the last stage, with the loss and what is held for the backward."""
     layers = len(MODELS[model]()) + 2
-    layout = layout_of(MODELS[model], "parallel.pp=2", f"pipeline.layout=[{cut}, {layers - cut}]")
-    for stage in layout.stage_layers:
-        held = layout.model.held(stage, (), Sizes(LENGTH, ROWS)).device
-        assert held == held_by(layout, stage, first=stage.layers.start == 0)
+    keys = ("parallel.pp=2", f"pipeline.layout=[{cut}, {layers - cut}]")
+    config, layout = resolved_of(MODELS[model], *keys)
+    for number, stage in enumerate(layout.stage_layers):
+        (unit,) = Units(config, layout).of(number)
+        assert unit.held == held_by(layout, stage, first=number == 0)
 
 
 def held_by(layout: Layout, stage: Any, *, first: bool) -> int:
-    """Bytes of a real forward, with the input where it is a message."""
+    """Bytes of a real forward, with the input where it is a message, without the batch."""
     family = layout.model
     assert isinstance(family, Modules)
     module = family.build(stage, Sharding(Axis.alone(), False, torch.float32))
@@ -380,7 +389,8 @@ def held_by(layout: Layout, stage: Any, *, first: bool) -> int:
     mask = torch.ones(ROWS, LENGTH, dtype=torch.bool)
     mb = MicroBatch(0, 0, 0, tokens=tokens, labels=tokens.clone(), mask=mask)
     x = None if first else torch.zeros(ROWS, LENGTH, WIDTH, requires_grad=True)
-    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    given = [*module.parameters(), mb.tokens, mb.labels, mb.mask]
+    weights = {each.untyped_storage().data_ptr() for each in given if each is not None}
     if x is None:
         return kept_by(partial(module, x, mb), weights)
     pointer = x.untyped_storage().data_ptr()
@@ -388,14 +398,14 @@ def held_by(layout: Layout, stage: Any, *, first: bool) -> int:
 
 
 def test_a_rank_computes_its_share_and_all_that_is_not_split(
-    layout_of: Callable[..., Layout],
+    resolved_of: Callable[..., tuple[Config, Layout]],
 ) -> None:
     """Work of all ranks: split layers once, those that each rank computes as often as ranks."""
 
     def inner() -> list[nn.Module]:
         return [pair(lambda own, x: x), nn.Linear(WIDTH, WIDTH)]
 
-    one, two = layout_of(inner), layout_of(inner, TP2)
+    (_, one), (settings, two) = resolved_of(inner), resolved_of(inner, TP2)
     split, plain = 2 * 2 * 4 * WIDTH * WIDTH, 2 * WIDTH * WIDTH + 2 * WIDTH * WORDS
     for layout, tp in ((one, 1), (two, 2)):
         family = layout.model
@@ -404,9 +414,8 @@ def test_a_rank_computes_its_share_and_all_that_is_not_split(
         assert work.F == work.R == split + tp * plain
         assert split == work.W
         assert 2 * work.F - split == work.I
-    assert two.model.held(two.model.whole, (), Sizes(LENGTH, ROWS, tp=2)).queued == (
-        ROWS * LENGTH * 4 * (WIDTH + 4 * WIDTH // 2) * 2
-    )
+    (unit,) = Units(settings, two).of(0)
+    assert unit.queued == ROWS * LENGTH * 4 * (WIDTH + 4 * WIDTH // 2) * 2
 
 
 class Turned(nn.Module):
