@@ -127,7 +127,7 @@ def pace_lines(units: Units, speeds: Speeds, timeline: Timeline) -> list[str]:
     config, layout = units.config, units.layout
     if speeds.tflops is None:
         return ["time          not known: set log.device (as in H100) or log.peak_tflops"]
-    seconds, pause = expected_step(units, speeds)
+    seconds, pause = expected_step(units, speeds, timeline)
     if layout.in_process:
         windows = layout.stream.windows_of(layout.listed) if layout.stream is not None else 1
         seconds = float(sum(timeline.busy)) / windows

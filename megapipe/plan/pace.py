@@ -52,14 +52,14 @@ def expected(units: Units, speeds: Speeds) -> Timeline:
     return simulate(layout.listed, _cost(units, speeds), layout.replicas)
 
 
-def expected_step(units: Units, speeds: Speeds) -> tuple[float, float]:
-    """The time of a step in the units of :func:`expected`, and what a pause adds: of a stream, a
-    window in the steady state; others have no pause."""
+def expected_step(units: Units, speeds: Speeds, timeline: Timeline) -> tuple[float, float]:
+    """Return the time of a step in the units of :func:`expected`, whose `timeline` that is, and
+    what a pause adds: of a stream, a window in the steady state; others have no pause."""
     stream = units.layout.stream
     if stream is not None:
         times = window_times(stream, _cost(units, speeds))
         return float(times.window), float(times.pause)
-    return float(expected(units, speeds).makespan), 0.0
+    return float(timeline.makespan), 0.0
 
 
 def _cost(units: Units, speeds: Speeds) -> Cost:
