@@ -22,6 +22,7 @@ from megapipe.assembly.expert_places import make_places
 from megapipe.assembly.sharding import make_sharding
 from megapipe.assembly.stage import make_stage
 from megapipe.config import Config
+from megapipe.context.packs import most_together
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import Coordinates, Grid
 from megapipe.distributed.planned import Collective, PlannedMesh
@@ -44,6 +45,8 @@ from megapipe.plan.units import part_of
 from megapipe.user_code import FAILURES
 
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+_Walked = list[dict[Operation, tuple[Segment, ...]]]
+"""Segments of the operations of each slice."""
 _META = torch.device("meta")
 
 
@@ -103,12 +106,15 @@ class _Run:
         imbalance: Fraction | None,
     ) -> None:
         self.config, self.layout, self.part, self.rows = config, layout, part, rows
+        self.document = config.train.sequence_length
+        """Positions of each document."""
         grid = _grid(layout)
         backend = config.parallel.backend
         if backend == "auto":
             backend = "nccl" if layout.device == "cuda" else "gloo"
         self.mesh = PlannedMesh(grid, grid.rank_of(at), backend, self._transfer)
         kernels = kernels or planned_kernels(config, layout)
+        self.packs = config.data.masks_documents and kernels.packed is not None
         if kernels.blocks is not None:
             context = make_context(layout, self.mesh, kernels.blocks, kernels.packed)
             kernels = replace(kernels, context=context)
@@ -134,6 +140,9 @@ class _Run:
             self._walk()
             self.trace.know(_lasting(self.module))
             split, fused = self._walk(), self._walk(fused=True)
+            if self.packs:
+                self.document = self._packed_best()
+                split, fused = _most(split, self._walk()), _most(fused, self._walk(fused=True))
         lengths = self.layout.local_lengths
         shapes = (self._message(self.part.spec, n, gradient=True) for n in lengths)
         sizes = (sum(prod(size) * kind.itemsize for size, kind in each) for each in shapes)
@@ -156,7 +165,7 @@ class _Run:
             tensors = [parameter.data] if own.frozen else [parameter.data, main_grad(parameter)]
             self.trace.belong(of[own.name], tensors)
 
-    def _walk(self, *, fused: bool = False) -> list[dict[Operation, tuple[Segment, ...]]]:
+    def _walk(self, *, fused: bool = False) -> _Walked:
         """Run F of all slices, then the backward of each in descending order."""
         stage, trace, part = self.stage, self.trace, self.part
         lengths = self.layout.local_lengths
@@ -165,7 +174,7 @@ class _Run:
         inputs = [self._message(self._before(), n) for n in lengths]
         gradients = [self._message(part.spec, n, gradient=True) for n in lengths]
         trace.know(tensor for mb in batches for tensor in _given(mb))
-        found: list[dict[Operation, tuple[Segment, ...]]] = []
+        found: _Walked = []
         for j, mb in enumerate(batches):
             found.append({})
             with self._operation(found[j], "F"):
@@ -223,11 +232,17 @@ class _Run:
             start += length
 
     def _documents(self, length: int) -> Documents | None:
-        """One document a sequence, of its positions so far, those on other ranks included."""
+        """Documents of a sequence, of its positions so far, those on other ranks included."""
         if not self.config.data.masks_documents:
             return None
-        ids = torch.zeros(self.rows, length, dtype=torch.int64, device="cpu")
-        return Documents(ids, _META)
+        ids = torch.arange(length, device="cpu") // self.document
+        return Documents(ids.expand(self.rows, length).contiguous(), _META)
+
+    def _packed_best(self) -> int:
+        """Choose a length of documents of which one call takes all of a block, with the most that
+        it sets aside."""
+        positions = self.layout.local_length * self.layout.split.ulysses
+        return max(1, positions * self.rows // most_together(positions, self.rows))
 
     def _before(self) -> StageSpec | None:
         """All that comes before the part; None at the model's input."""
@@ -334,6 +349,20 @@ def _lasting(module: Any) -> Iterator[Tensor]:
     for layer in expert_layers(module):
         if layer.places is not None:
             yield from layer.places.tensors()
+
+
+def _most(one: _Walked, other: _Walked) -> _Walked:
+    """What one walk found, with the higher peaks of both."""
+    return [
+        {
+            what: tuple(
+                each.model_copy(update={"peak": max(each.peak, like.peak)})
+                for each, like in zip(segments, others[what], strict=True)
+            )
+            for what, segments in found.items()
+        }
+        for found, others in zip(one, other, strict=True)
+    ]
 
 
 def _given(mb: MicroBatch) -> Iterator[Tensor]:
