@@ -352,7 +352,7 @@ def _lasting(module: Any) -> Iterator[Tensor]:
 
 
 def _most(one: _Walked, other: _Walked) -> _Walked:
-    """What one walk found, with the higher peaks of both."""
+    """Take the segments of one walk, with the higher peaks of both."""
     return [
         {
             what: tuple(

@@ -24,9 +24,8 @@ WITHOUT_TORCH = (
     "megapipe.section",
     "megapipe.strict_yaml",
     "megapipe.update_rules",
-    *(f"megapipe.model.{name}" for name in ("partition", "tape")),
+    "megapipe.model.partition",
     *(f"megapipe.model.gpt.{name}" for name in ("config", "parameters", "flops")),
-    *(f"megapipe.model.gpt.{name}" for name in ("saved", "workspace", "unfused")),
     *(f"megapipe.model.gpt.hf.{name}" for name in ("config", "parts", "table")),
     "megapipe.train.job",
     "megapipe.train.objects",  # both load torch once they know the configuration
