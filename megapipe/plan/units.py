@@ -62,7 +62,8 @@ class Units:
         return self._units[key]
 
     def index_with_most(self, stage: int, size: Callable[[Unit], float]) -> int:
-        """Choose a rank of a ring: the one whose `size` is largest for a single layer."""
+        """Choose a rank of a ring: the one whose `size` is largest for a single layer, among equals
+        one that takes most bytes on its device."""
         split, part = self.layout.split, part_of(self.layout, stage)
         if split.ring == 1 or not part.spec.layers:
             return 0
@@ -72,8 +73,10 @@ class Units:
                 spans=[part.spans[0]._replace(blocks=1)],
             )
             places = [split.index(i, 0) for i in range(split.ring)]
-            taken = {at: sum(map(size, self._measure(one, at, None, None))) for at in places}
-            self._places[size] = max(places, key=taken.__getitem__)
+            units = {at: self._measure(one, at, None, None) for at in places}
+            self._places[size] = max(
+                places, key=lambda at: (sum(map(size, units[at])), sum(map(_peaks, units[at])))
+            )
         return self._places[size]
 
     @cached_property
