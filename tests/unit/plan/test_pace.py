@@ -177,8 +177,8 @@ def test_those_of_a_backward_hide_behind_weight_gradients(extra: tuple[str, ...]
 def test_what_is_sent_again_is_waited_for_where_that_runs(
     keys: tuple[str, ...], policy: str, share: float
 ) -> None:
-    """No weight gradient hides it. Computing takes no time here, and the numbers of a
-    loss little: F has them in a stage that runs again."""
+    """Computing takes no time here, and the numbers of a loss little: F of a stage that runs again
+    has them."""
     kept, again = (
         timed_cost(Units(config, layout), Speeds.of(config)).table(1)
         for config, layout in (
@@ -194,6 +194,19 @@ def test_what_is_sent_again_is_waited_for_where_that_runs(
     for kind in (Kind.I, Kind.B):
         more = again[kind][0] - kept[kind][0]
         assert more == pytest.approx(share * forward, rel=5e-3, abs=5e-3 * forward), kind
+
+
+@pytest.mark.parametrize(("policy", "share"), [("keep", 0), ("full", 4 / 9)])
+def test_no_weight_gradient_hides_what_a_second_forward_sends(policy: str, share: float) -> None:
+    """On fast links these hide all else that a backward sends."""
+    keys = ("parallel.tp=2", f"activations.policy={policy}")
+    fast, at_once = (
+        timed_cost(Units(config, layout), Speeds.of(config)).table(1)
+        for config, layout in (plan(*keys, f"parallel.node_gb_s={gb}") for gb in (1e3, 1e12))
+    )
+    forward, backward = (float(fast[kind][0] - at_once[kind][0]) for kind in (Kind.F, Kind.B))
+    assert forward > 0
+    assert backward == pytest.approx(share * forward, rel=1e-6, abs=1e-6 * forward)
 
 
 def test_of_what_replicas_exchange_that_counts_which_nothing_hides() -> None:

@@ -18,7 +18,7 @@ from megapipe.plan.traffic import (
     operation_transfers,
     step_traffic,
 )
-from megapipe.plan.unit import OPERATIONS
+from megapipe.plan.unit import OPERATIONS, Transfer
 from megapipe.plan.units import Units
 from megapipe.schedule.generators import names
 from megapipe.schedule.memory import traffic, volume
@@ -127,6 +127,16 @@ def test_operations_say_together_what_a_step_says(schedule: str) -> None:
             for op in units.layout.schedule.rank_ops(rank)
             for each in operation_transfers(units, op.stage, OPERATIONS[op.kind])
         )
+
+
+def test_a_b_of_compiled_blocks_is_an_i_and_a_w() -> None:
+    """Their backward leaves weight gradients for later, so gradients are gathered twice."""
+    keys = ("parallel.tp=2", "parallel.sequence_parallel=true", "kernels.compile=true")
+    units = Units(*plan(*keys))
+    fused, *apart = (operation_transfers(units, 0, kind) for kind in ("B", "I", "W"))
+    assert fused == [*apart[0], *apart[1]]
+    (unit,) = units.of(0)
+    assert len(fused) > sum(isinstance(each, Transfer) for each in unit.operations["B"])
 
 
 @pytest.mark.parametrize(
