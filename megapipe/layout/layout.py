@@ -70,6 +70,8 @@ class Layout:
     freed: Fraction
     """The share of a micro-batch's activations that an I frees at least, of whole sequences
     (:mod:`megapipe.plan.freed`), where a limit of activations counts by it; 0 elsewhere."""
+    is_final: bool
+    """All that the schedule goes by is known: the vocabulary, and `freed` where it counts."""
     cost: Cost = field(repr=False)
     """Costs of each stage's operations, in FLOPs per token; messages cost nothing."""
     stream: Stream | None = field(default=None, repr=False)

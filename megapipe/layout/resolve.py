@@ -109,8 +109,7 @@ def _resolve(
     chunks = {"chunks": resolved_chunks(config, device)}
     config = config.model_copy(update={"experts": experts.model_copy(update=chunks)})
     same = before is not None and config == given and device == before.device
-    if same and (freed is None or not counts_freed(config)):
-        assert before is not None
+    if same and before is not None and (before.is_final or freed is None):
         return config, before
     family = family_of(config, device)
     check(config, family, dp, processes)
@@ -174,6 +173,7 @@ def _resolve(
         proof=_proof(config, schedule, before),
         spans=spans,
         freed=Fraction(0),
+        is_final=False,
         cost=cost,
         stream=stream,
     )
@@ -191,7 +191,8 @@ def _resolve(
             schedule = _recomputing(config, ordered)
         layout = replace(layout, schedule=schedule, proof=_proof(config, schedule, before))
     _check_memory(config, layout.schedule, layout.freed)
-    return config, replace(layout, smaller=_smaller(config, layout, slices, final=True))
+    smaller = _smaller(config, layout, slices, final=True)
+    return config, replace(layout, smaller=smaller, is_final=True)
 
 
 def counts_freed(config: Config) -> bool:

@@ -65,13 +65,13 @@ class Transfer(BaseModel):
         return on_the_wire(self.kind, self.bytes, self.members)
 
 
-def on_the_wire(kind: str, nbytes: int, members: int) -> Fraction:
+def on_the_wire(kind: str, size: int, members: int) -> Fraction:
     """Return the bytes of a collective's whole tensor, or of a message, that each of its `members`
     sends under a ring."""
     if kind == "send":
-        return Fraction(nbytes)
+        return Fraction(size)
     times = 2 if kind == "all_reduce" else 1
-    return Fraction(times * nbytes * (members - 1), members)
+    return Fraction(times * size * (members - 1), members)
 
 
 class Unit(BaseModel):

@@ -65,7 +65,7 @@ SUITES: dict[str, Groups] = {
     ),
     "engine/stage.py": (
         (f"{ENGINE}stage.py", f"{ENGINE}stage_loss.py", f"{ENGINE}stage_recompute.py"),
-        (f"{ENGINE}stage_slices.py", f"{MODEL}activations_kept.py", f"{MODEL}slices_kept.py"),
+        (f"{ENGINE}stage_slices.py", f"{MODEL}activations_kept.py", f"{DIST}plan_run.py"),
         FAULTLESS,
         (f"{DIST}own_models.py",),
         WINDOWS,
@@ -142,7 +142,7 @@ SUITES: dict[str, Groups] = {
     "layers/dropout.py": ((f"{LAYER_UNITS}rng.py", f"{ENGINE}stage_slices.py"), LAYERS, FAULTLESS),
     "layers/microbatch.py": (
         (f"{ENGINE}stage_slices.py", "tests/unit/train/test_feed.py"),
-        (f"{MODEL}gpt_hf.py", f"{MODEL}slices_kept.py", f"{LAYER_UNITS}formulas.py"),
+        (f"{MODEL}gpt_hf.py", f"{DIST}plan_run.py", f"{LAYER_UNITS}formulas.py"),
         FAULTLESS,
         OVER_POSITIONS,
     ),
@@ -161,7 +161,7 @@ SUITES: dict[str, Groups] = {
         (
             f"{LAYER_UNITS}offload.py",
             f"{MODEL}activations_kept.py",
-            f"{MODEL}slices_kept.py",
+            f"{DIST}plan_run.py",
             f"{ENGINE}stage.py",
         ),
         (f"{DIST}activations.py", f"{DIST}activation_policies.py"),
@@ -169,7 +169,7 @@ SUITES: dict[str, Groups] = {
         ("tests/fake_cuda/test_pinned_memory.py",),
     ),
     "layers/recompute.py": (
-        (f"{MODEL}activations_kept.py", f"{MODEL}slices_kept.py", f"{ENGINE}stage.py"),
+        (f"{MODEL}activations_kept.py", f"{DIST}plan_run.py", f"{ENGINE}stage.py"),
         (f"{DIST}activations.py", f"{DIST}activation_policies.py"),
     ),
     "layers/linear.py": (
