@@ -167,11 +167,11 @@ def _sorted(span: Any) -> str:
 
 def _others(config: Config, layout: Layout) -> Mapping[str, Any]:
     """Keys of other sections, and sizes of the layout, by which stages differ."""
-    parallel, train = config.parallel, config.train
+    parallel, train, data = config.parallel, config.train, config.data
     return {
-        "documents": config.data.masks_documents,
+        "data": [data.masks_documents, config.resets_positions, len(data.mixture)],
         "train": [train.sequence_length, train.loss],
-        "parallel": [parallel.sequence_parallel, parallel.backend],
+        "parallel": [parallel.sequence_parallel, parallel.backend, parallel.per_node],
         "sizes": [layout.tp, layout.cp, layout.ep, layout.etp, layout.node, layout.dp],
         "lengths": layout.local_lengths,
         "passes on": [layout.sends_tuples, layout.loss_chunk],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,18 @@ def test_configuration_schedules_and_plans_load_no_torch() -> None:
     assert set(names) <= set(loaded)
     heavy = {"torch", "transformers", "datasets", "matplotlib", "rich", "ortools", "wandb"}
     assert not heavy & set(loaded)
+
+
+def test_a_plan_of_measured_stages_loads_no_torch(tmp_path: Path) -> None:
+    """Of stages that a process has measured before."""
+    code = (
+        f"import os, sys\nos.environ['XDG_CACHE_HOME'] = {str(tmp_path)!r}\n"
+        "from megapipe.cli import parse\nfrom megapipe.layout.resolve import resolve\n"
+        "from megapipe.plan.report import report\n"
+        "keys = ['model.layers=2', 'model.hidden=16', 'model.heads=2', 'parallel.device=cpu']\n"
+        "report(*resolve(parse(keys).config, None, None))\nprint('torch' in sys.modules)"
+    )
+    assert [run_python(code) for _ in range(2)] == ["True\n", "False\n"]
 
 
 @pytest.mark.full
