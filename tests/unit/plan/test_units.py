@@ -29,9 +29,9 @@ from megapipe.plan.run import measure
 from megapipe.plan.unit import Unit
 from megapipe.plan.units import SECTIONS, Units, part_of
 from megapipe.section import Section
-from tests.dist.test_plan_run import CASES
 from tests.parity.cases import Case, configure
 from tests.parity.marks import in_parts
+from tests.parity.planned_stages import CASES
 
 SMALL = (
     "model.layers=2",
