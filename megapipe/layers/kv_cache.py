@@ -49,7 +49,8 @@ class KVCache:
         tensors = [each.values for each in rows] + [
             each.grad for each in rows if each.grad is not None
         ]
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        storages = (tensor.untyped_storage() for tensor in tensors)  # keys and values may share one
+        return sum({each._cdata: each.nbytes() for each in storages}.values())
 
     def keep(self, rows: Tensor) -> None:
         """Keep those of the b sequences whose numbers are `rows` [n]; for use without gradients."""

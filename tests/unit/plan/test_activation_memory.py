@@ -111,3 +111,13 @@ def test_the_peak_while_weight_gradients_wait() -> None:
     each = unit_of(units, 0)
     assert peak_activations(units, 0).device == each.peak("I")
     assert each.queued < each.peak("I")
+
+
+@pytest.mark.parametrize("plan_of_ranks", ["ring", "all_gather"])
+def test_gradients_of_keys_and_values_in_one_tensor_are_counted_once(plan_of_ranks: str) -> None:
+    """After the last slice's I there are those of the cache, which has their type."""
+    keys = ("parallel.pp=2", "parallel.cp=2", f"context.plan={plan_of_ranks}")
+    units = plan(*keys, "pipeline.schedule=seq1f1b", "pipeline.slices=2")
+    first, last = units.of(0)
+    assert first.cached[0] > 0
+    assert last.cached == (first.cached[0], 2 * first.cached[0])
