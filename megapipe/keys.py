@@ -60,7 +60,7 @@ MAPPINGS: dict[str, type[Section] | None] = {
 
 CODE = (
     *("pipeline.schedule", "context.plan", "model.source", "train.loss"),
-    *("optimizer.rule", "optimizer.schedule"),
+    *("model.norm", "optimizer.rule", "optimizer.schedule"),
 )
 """Keys that may name code of the user's, beside sources of data."""
 

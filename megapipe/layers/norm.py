@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor, nn
 
 from megapipe.layers.parameter import Sharding, new_parameter
@@ -24,13 +22,13 @@ class Norm(nn.Module):
         weight: ParameterSpec,
         bias: ParameterSpec | None = None,
         *,
-        kind: Literal["layernorm", "rmsnorm"],
+        centred: bool,
         eps: float,
         offset: bool,
         kernel: NormKernel | None = None,
     ) -> None:
         super().__init__()
-        self.centred = kind == "layernorm"
+        self.centred = centred
         self.eps = eps
         self.offset = offset
         self.kernel = kernel or sharding.kernels.norm

@@ -133,7 +133,8 @@ def part_of(layout: Layout, stage: int) -> Part:
 
 def _has_user_code(config: Config) -> bool:
     """Whether what a stage does is in files that no key tells of."""
-    given = (config.model.source, config.train.loss, config.context.plan)
+    model = config.model
+    given = (model.source, model.norm, config.train.loss, config.context.plan)
     return any(each is not None and is_user_code(each) for each in given)
 
 

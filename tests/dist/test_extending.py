@@ -36,7 +36,7 @@ from tests.parity.optim_rules import Part as Result
 
 PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)}
-KEYS = {"Update rule": "rule", "Learning rate": "schedule", "Data set": "source"}
+KEYS = {"Norm": "norm", "Update rule": "rule", "Learning rate": "schedule", "Data set": "source"}
 """Sections with an example, and the key that names it."""
 
 
@@ -71,16 +71,19 @@ def prepare_plain(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "overrides"),
     [
+        ("Norm", ["parallel.dp=1", "parallel.tp=2", "parallel.sequence_parallel=true"]),
         pytest.param("Update rule", ["optimizer.zero=2"], marks=pytest.mark.full),
         pytest.param("Learning rate", ["optimizer.warmup_steps=2"], marks=pytest.mark.slow),
         pytest.param("Data set", [], marks=pytest.mark.full),
     ],
 )
 def test_an_example_trains_and_goes_on(section: str, overrides: list[str], tmp_path: Path) -> None:
-    """On two replicas, in two starts."""
+    """On two ranks, planned and in two starts."""
     module, source, setting = example(section)
     (tmp_path / f"{module}.py").write_text(source)
     prepare_plain(tmp_path)
+    planned = train(tmp_path, 2, setting, "parallel.dp=2", *overrides, "--dry-run")
+    assert "\nmemory        at most, per process" in planned.text
     for start in (["train.stop_after=2"], []):
         outcome = train(tmp_path, 2, setting, "parallel.dp=2", *overrides, *start)
         assert set(outcome.codes) == {0}, outcome.text
@@ -96,6 +99,8 @@ def test_an_example_trains_and_goes_on(section: str, overrides: list[str], tmp_p
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
+        ("model.norm=mine:half", "it is called with (x, weight, bias, eps): too many"),
+        ("model.norm=mine:first", "it returns [16]"),
         ("optimizer.rule=mine:half", "it is no class that is derived from"),
         ("optimizer.schedule=mine:half", "it returned -0.5 for step 1 of 4: expected a finite"),
     ],
@@ -103,7 +108,9 @@ def test_an_example_trains_and_goes_on(section: str, overrides: list[str], tmp_p
 def test_what_is_wrong_with_code_is_one_line_of_the_job(
     setting: str, words: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "mine.py").write_text("def half(step):\n    return -0.5\n")
+    (tmp_path / "mine.py").write_text(
+        "def half(step):\n    return -0.5\ndef first(x, weight, bias, eps):\n    return x[0, 0]\n"
+    )
     outcome = train(tmp_path, 2, setting, "parallel.dp=2", "optimizer.warmup_steps=null")
     outcome.assert_one_line(2, setting, words)
 

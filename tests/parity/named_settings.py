@@ -13,6 +13,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "bias": False,
         "ffn_hidden": 48,
     },
+    "own norm": {"norm": "tests.parity.own_norm:mean_size"},
     "mixed": {
         "norm": "rmsnorm",
         "positions": "rotary",

@@ -95,6 +95,7 @@ CASES = [
     Stages(replace(OWN, tp=2), (0,), own="parallel"),
     Stages(TP, (3,)),
     Stages(SP, (0, 1, 3)),
+    Stages(replace(SP, model="own norm"), (1, 3)),
     Stages(replace(SP, dtype="bf16", loss_chunk=5), (1, 3)),
     Stages(replace(SP, dropout=0.2)),
     Stages(replace(TP, tp=4, sequence_parallel=True, model="mixed", kv_heads=4)),

@@ -22,6 +22,7 @@ from tests.parity.compare import assert_weights_close as assert_weights_close
 from tests.parity.compare import gradient_scales as gradient_scales
 from tests.parity.mixture import Told, Wire, has_experts, kept, mixture, moved
 from tests.parity.mixture import shapes as mixture_shapes
+from tests.parity.own_norm import mean_size
 from tests.parity.reference_positions import rotate, slope
 
 Params = dict[str, Tensor]
@@ -87,7 +88,7 @@ def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tupl
 
     def norm(name: str) -> None:
         out[f"{name}.weight"] = (h,)
-        if model.norm == "layernorm" and model.bias:
+        if model.norm != "rmsnorm" and model.bias:
             out[f"{name}.bias"] = (h,)
 
     def linear(name: str, *shape: int, bias: bool | None = None) -> None:
@@ -365,6 +366,8 @@ def _norm(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig
     weight = params[f"{name}.weight"]
     if model.norm == "rmsnorm":
         return _rms(x, weight, model)
+    if model.own_norm:
+        return mean_size(x, weight, params.get(f"{name}.bias"), model.norm_eps)
     return F.layer_norm(x, weight.shape, weight, params.get(f"{name}.bias"), model.norm_eps)
 
 

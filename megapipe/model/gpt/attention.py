@@ -156,7 +156,7 @@ class Attention(nn.Module):
         return Norm(
             self.sharding,
             parameters[f"{name}.weight"],
-            kind="rmsnorm",
+            centred=False,
             eps=self.config.norm_eps,
             offset=self.config.norm_offset,
             kernel=self.sharding.kernels.head_norm,

@@ -26,6 +26,7 @@ from megapipe.model.gpt.mixture import Mixture
 from megapipe.model.gpt.mlp import MLP
 from megapipe.model.gpt.parameters import Named, block_parameters, layer_of
 from megapipe.model.gpt.rotary import Rotaries, Tables
+from megapipe.model.own_norm import load_norm
 
 Rotary = Tables | None
 
@@ -197,7 +198,8 @@ def new_norm(sharding: Sharding, config: ModelConfig, parameters: Named, name: s
     return Norm(
         sharding,
         *layer_of(parameters, name),
-        kind=config.norm,
+        centred=config.norm == "layernorm",
         eps=config.norm_eps,
         offset=config.norm_offset,
+        kernel=load_norm(config.norm) if config.own_norm else None,
     )

@@ -4,6 +4,7 @@ from megapipe.errors import ConfigError
 from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.moe_checks import check_experts
 from megapipe.model.interface import Conditions
+from megapipe.model.own_norm import load_norm
 from megapipe.unused_keys import Need, refuse_unused, refuse_without
 from megapipe.words import choices
 
@@ -24,6 +25,8 @@ def check(model: ModelConfig, given: Conditions) -> None:
             )
     _check_idle(model)
     check_experts(model)
+    if model.own_norm:
+        load_norm(model.norm)
     if model.positions == "rotary":
         _check_rotary(model)
     for key, is_set in (

@@ -7,6 +7,9 @@ from pydantic import Field
 from megapipe.dtypes import Dtype
 from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.section import Expected, Section
+from megapipe.user_code import is_user_code, names_or_code
+
+NORMS = ("layernorm", "rmsnorm")
 
 
 class ModelConfig(Section):
@@ -39,8 +42,11 @@ class ModelConfig(Section):
     max_positions: int | None = Field(None, ge=1)
     """Rows of the learned position table; of other positions the longest text that exports name.
     Default: train.sequence_length."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before attention, before the MLP and before the head."""
+    norm: Annotated[
+        str, Expected(f"one of {', '.join(NORMS)}, or a function of your own as module:name")
+    ] = Field("layernorm", pattern=names_or_code(NORMS))
+    """Normalisation before attention, before the MLP and before the head. Or a function of your own
+    as `module:name`, of (x, weight, bias, eps), over the last dimension (docs/extending.md)."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in every norm."""
     norm_offset: bool = False
@@ -147,6 +153,11 @@ class ModelConfig(Section):
         """Positions that a token sees in a layer; None: all."""
         every = self.full_attention_every
         return None if every is not None and (layer + 1) % every == 0 else self.window
+
+    @property
+    def own_norm(self) -> bool:
+        """Whether `norm` names a user-defined function."""
+        return is_user_code(self.norm)
 
     @property
     def rotary_width(self) -> int:

@@ -217,7 +217,7 @@ class GPT(Family):
         norm = NormNeeds(model.hidden, model.norm_eps, centred, model.bias, model.norm_offset)
         return KernelNeeds(
             attention,
-            norm,
+            None if model.own_norm else norm,
             gate=model.activation == "swiglu",
             rotary=model.positions == "rotary",
             loss=self.conditions.loss_chunk > 0,

@@ -102,7 +102,7 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
 
 def norm_parameters(model: ModelConfig, name: str) -> Iterator[ParameterSpec]:
     """The parameters of a norm; rmsnorm has no bias."""
-    bias = model.bias and model.norm == "layernorm"
+    bias = model.bias and model.norm != "rmsnorm"
     return norm(name, model.hidden, bias=bias, fill=_fill(model))
 
 
