@@ -88,7 +88,14 @@ def memory_lines(units: Units, speeds: Speeds, imbalance: Fraction | None = None
         f"memory        at most, per process: {text}",
         f"total         {size_text(most)}{ranks}; {_fits(most, speeds)}",
         *_row_lines(units, most, imbalance),
+        *_compiled_lines(units),
     ]
+
+
+def _compiled_lines(units: Units) -> Iterator[str]:
+    """A line where the memory is more than that of a run."""
+    if any(unit.compiled for unit in units.of(0)):
+        yield "compiled      blocks are planned as they run uncompiled: a run takes this or less"
 
 
 def _row_lines(units: Units, most: int, imbalance: Fraction | None) -> Iterator[str]:

@@ -371,6 +371,12 @@ def total_of(text: str) -> str:
     return re.findall(r"^total +(.*?);", text, re.MULTILINE)[0]
 
 
+def test_blocks_that_a_run_compiles_are_planned_uncompiled() -> None:
+    line = "\ncompiled      blocks are planned as they run uncompiled: a run takes this or less\n"
+    assert line in plan("kernels.compile=true")[2]
+    assert line not in plan()[2]
+
+
 def test_rows_of_experts_that_memory_is_for() -> None:
     """Those of experts that are chosen evenly, of a rank that gets more, and of a capacity."""
     config, layout, even = plan(*EXPERTS)
