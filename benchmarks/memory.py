@@ -4,7 +4,7 @@ Every registered schedule runs one step in one process, with every kind of activ
 layout accepts for it. Each storage that a stage's operation makes has a finaliser, and those that
 are alive are added up per rank: after each operation, and within it at each allocation. The plan,
 that of ``--dry-run`` (:mod:`megapipe.plan.activation_memory`), runs each stage once without values
-and adds up what the operations of the same schedule should hold. Messages on their way are in
+and adds up what the operations of the same schedule should hold. Messages in flight are in
 neither.
 
 Then the same where positions are split over two processes on gloo, of the one that holds most; and
@@ -72,7 +72,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 CP, TIMES = 2, 10
 """Ranks over which positions are split; and how often each is measured there at most: gloo's
-threads may let go of what they have sent a moment late."""
+threads may free what they have sent a moment late."""
 LET_GO_S = 10.0
 """How late that may be at the end."""
 CONTEXTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -344,8 +344,8 @@ def compare_split(
 
 
 def measure_split(world: World, cases: Sequence[tuple[Config, Layout]]) -> list[list[Alive]]:
-    """Of one member: by case and pipeline rank the least of some times, until no member holds more
-    than is planned."""
+    """Measure one member by case and pipeline rank: the least of some times, until no member holds
+    more than is planned."""
     mesh = world.mesh(Grid(cp=CP))
     found = []
     for config, layout in cases:

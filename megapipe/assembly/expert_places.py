@@ -15,8 +15,8 @@ from megapipe.model.interface import StageModule
 def make_places(
     config: Config, modules: Mapping[int, StageModule]
 ) -> dict[int, list[ExpertPlaces]]:
-    """By stage those of its layers with experts, which are given them and begin without copies;
-    nothing where maps stay as they are."""
+    """Give layers with experts their places, which begin without copies, and return them by stage;
+    none where maps stay as they are."""
     if not config.experts.moves:
         return {}
     return {
@@ -25,7 +25,7 @@ def make_places(
 
 
 def _given(config: Config, layer: Experts) -> ExpertPlaces:
-    """The places that a layer is given."""
+    """Give a layer its places, and return them."""
     layer.ownership.present = replace(layer.ownership.present, slots=config.experts.slots)
     given = layer.sharding.ep, layer.sharding.etp, ranks_of_a_node(config)
     layer.places = ExpertPlaces(layer.of_experts, layer.ownership, *given)

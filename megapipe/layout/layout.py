@@ -15,7 +15,6 @@ from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.proof.validate import Report
 from megapipe.schedule.streams.stream import Stream, finite
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -63,8 +62,6 @@ class Layout:
     schedule: Schedule = field(repr=False)
     smaller: Mapping[int, Schedule] = field(repr=False)
     """Schedules of the batches before the final one, by their size (``train.batch_ramp``)."""
-    proof: Report = field(repr=False)
-    """The result of the proof that the schedule can be executed."""
     spans: tuple[tuple[Span, ...], ...] = field(repr=False)
     """How the blocks of each stage keep their activations."""
     freed: Fraction

@@ -38,7 +38,7 @@ from megapipe.schedule.ir import Schedule
 from megapipe.schedule.load import goes_by, is_own, load
 from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.placement import Placement, loop
-from megapipe.schedule.proof.validate import Report, validate
+from megapipe.schedule.proof.validate import validate
 from megapipe.words import multiples
 
 FreedShare = Callable[[Config, Layout], Fraction]
@@ -170,7 +170,6 @@ def _resolve(
         ),
         schedule=schedule,
         smaller={},
-        proof=_proof(config, schedule, before),
         spans=spans,
         freed=Fraction(0),
         is_final=False,
@@ -179,6 +178,7 @@ def _resolve(
     )
     slices = len(slice_lengths) if by_time else None
     if model.vocab_size is None or (freed is None and counts_freed(config)):
+        _prove(config, schedule, before)
         return config, replace(layout, smaller=_smaller(config, layout, slices, final=False))
     if freed is not None and counts_freed(config) and len(slice_lengths) == 1:
         layout = replace(layout, freed=freed(config, layout))
@@ -189,8 +189,9 @@ def _resolve(
         else:
             ordered = _schedule(config, microbatches, cost, slices, layout.freed)
             schedule = _recomputing(config, ordered)
-        layout = replace(layout, schedule=schedule, proof=_proof(config, schedule, before))
-    _check_memory(config, layout.schedule, layout.freed)
+        layout = replace(layout, schedule=schedule)
+    _prove(config, schedule, before)
+    _check_memory(config, schedule, layout.freed)
     smaller = _smaller(config, layout, slices, final=True)
     return config, replace(layout, smaller=smaller, is_final=True)
 
@@ -203,12 +204,12 @@ def counts_freed(config: Config) -> bool:
     return goes_by(pipeline.schedule, "freed")
 
 
-def _proof(config: Config, schedule: Schedule, before: Layout | None) -> Report:
+def _prove(config: Config, schedule: Schedule, before: Layout | None) -> None:
     """Prove that the schedule can be executed, unless it was before."""
     if before is not None and schedule is before.schedule:
-        return before.proof
+        return
     try:
-        return validate(schedule)
+        validate(schedule)
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={config.pipeline.schedule}: {error}") from None
 
@@ -296,7 +297,7 @@ def _smaller(
         try:
             ordered = _schedule(config, microbatches, layout.cost, slices, layout.freed)
             schedule = _recomputing(config, ordered)
-            _proof(config, schedule, None)
+            _prove(config, schedule, None)
             if final:
                 _check_memory(config, schedule, layout.freed)
         except ConfigError as error:
