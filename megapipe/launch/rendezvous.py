@@ -303,19 +303,11 @@ def first_on_host(store: Store, rank: int, name: str, act: Callable[[], T], time
     Returns its result. A DataError of the first process is raised in all of the host;
     :class:`LaunchError` where that process takes longer than `timeout_s`.
     """
-    from torch.distributed import DistStoreError
-
     key = f"{name} on {socket.gethostname()}"
     first = int(store.compare_set(key, "", str(rank)))
     if first != rank:
-        try:
-            await_keys(store, [f"{key} done"], timeout_s)
-        except DistStoreError:
-            raise LaunchError(
-                f"{name}: rank {first}, the first on {socket.gethostname()}, took more than "
-                f"{timeout_s:.0f} s for it (parallel.timeout_s)"
-            ) from None
-        problem = store.get(f"{key} done").decode()
+        other = f"rank {first}, the first on {socket.gethostname()},"
+        problem = _of_other(store, f"{key} done", f"{name}: {other}", timeout_s)
         if problem:
             raise DataError(problem)
         return act()
@@ -335,29 +327,33 @@ def of_rank_0(store: Store, rank: int, timeout_s: float, name: str, make: Callab
     A ConfigError of it is raised on all; :class:`LaunchError` where it takes longer than
     `timeout_s`.
     """
-    from torch.distributed import DistStoreError
-
     key = f"{name} of rank 0"
     if rank == 0:
-        text, problem = "", ""
         try:
             text = make()
         except ConfigError as error:
-            problem = str(error)
+            store.set(key, json.dumps(["", str(error)]))
             raise
-        finally:
-            store.set(key, json.dumps([text, problem]))
+        store.set(key, json.dumps([text, ""]))
         return text
+    text, problem = json.loads(_of_other(store, key, f"{name}: rank 0", timeout_s))
+    if problem:
+        raise ConfigError(problem)
+    return str(text)
+
+
+def _of_other(store: Store, key: str, who: str, timeout_s: float) -> str:
+    """Wait for the text that another rank puts under `key`. Raises :class:`LaunchError`, which
+    begins with `who`, where that takes longer than `timeout_s`."""
+    from torch.distributed import DistStoreError
+
     try:
         await_keys(store, [key], timeout_s)
     except DistStoreError:
         raise LaunchError(
-            f"{name}: rank 0 took more than {timeout_s:.0f} s for it (parallel.timeout_s)"
+            f"{who} took more than {timeout_s:.0f} s for it (parallel.timeout_s)"
         ) from None
-    text, problem = json.loads(store.get(key))
-    if problem:
-        raise ConfigError(problem)
-    return str(text)
+    return store.get(key).decode()
 
 
 @contextlib.contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from torch.distributed import HashStore, Store
 
-from megapipe.errors import DataError, LaunchError, MegapipeError
+from megapipe.errors import ConfigError, DataError, LaunchError, MegapipeError
 from megapipe.launch import rendezvous
 
 N = 4
@@ -34,11 +35,16 @@ class Shelf:
 
 
 def call_all(shelf: Shelf, store: Store, timeout_s: float = 20.0) -> list[object]:
+    return of_all(lambda rank: rendezvous.first_on_host(store, rank, "book", shelf.take, timeout_s))
+
+
+def of_all(act: Callable[[int], object]) -> list[object]:
+    """Collect what each rank returns or raises."""
     results: list[object] = []
 
     def call(rank: int) -> None:
         try:
-            results.append(rendezvous.first_on_host(store, rank, "book", shelf.take, timeout_s))
+            results.append(act(rank))
         except Exception as error:
             results.append(error)
 
@@ -78,3 +84,19 @@ def test_a_first_that_never_comes_back_is_one_line() -> None:
     store.set(f"book on {rendezvous.socket.gethostname()}", "3")
     with pytest.raises(LaunchError, match=r"^book: rank 3, the first on .*, took more than 1 s"):
         rendezvous.first_on_host(store, 1, "book", lambda: None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "of_rank_0", "of_others"),
+    [
+        (None, "book", "book"),
+        (ConfigError("no such book"), "no such book", "no such book"),
+        (ValueError("lost"), "lost", "book: rank 0 took more than 1 s for it (parallel.timeout_s)"),
+    ],
+)
+def test_all_get_what_rank_0_makes(error: Exception | None, of_rank_0: str, of_others: str) -> None:
+    """Or its error, if that is of the configuration; whoever waits for others is told of rank 0."""
+    store, shelf = HashStore(), Shelf(error)
+    found = of_all(lambda rank: rendezvous.of_rank_0(store, rank, 1.0, "book", shelf.take))
+    assert sorted(map(str, found)) == sorted([of_rank_0] + [of_others] * (N - 1))
+    assert (shelf.fetched, shelf.found) == (error is None, 0)
