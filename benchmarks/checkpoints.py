@@ -38,10 +38,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.resolve import resolve
-from megapipe.train.step import TrainStep
 from megapipe.words import counted
 
 ROOT = Path(__file__).resolve().parents[1]

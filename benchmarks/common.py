@@ -1,8 +1,8 @@
 """What all benchmarks share: their command line, fair timing, and the form of their results.
 
 A benchmark measures a few claims. It prints them as a table, and with ``--json FILE`` writes a list
-of ``{claim, value, target, unit, peer, met}``; a value that is no number is null there. A claim
-that is not met is a result, not an error: the exit code is 0.
+of ``{claim, value, target, unit, peer, met, at_least}``; a value that is no number is null there.
+A claim that is not met is a result, not an error: the exit code is 0.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ class Result:
             "unit": self.unit,
             "peer": self.peer,
             "met": self.met,
+            "at_least": self.at_least,
         }
 
 
@@ -75,6 +77,15 @@ def report(title: str, results: Sequence[Result], file: Path | None) -> None:
     if file is not None:
         text = json.dumps([result.as_json() for result in results], indent=2)
         file.write_text(text + "\n", encoding="utf-8")
+
+
+def quiet(most: float, limit_s: float = 180.0) -> float:
+    """Return the load of the last minute, once it is at most `most` or after `limit_s` seconds:
+    what ran before is in it for a while."""
+    end = time.monotonic() + limit_s
+    while (load := os.getloadavg()[0]) > most and time.monotonic() < end:
+        time.sleep(5.0)
+    return round(load, 2)
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:

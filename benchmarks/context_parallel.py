@@ -29,8 +29,9 @@ from common import Result, parser, report
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megapipe import TrainStep
 from megapipe.assembly.context import make_context
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.exchange import Exchange, Letter, start_exchange
 from megapipe.distributed.mesh import Grid, ParallelMesh
@@ -44,7 +45,6 @@ from megapipe.ops.storages import LiveStorages
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 
 CP, VOCABULARY, SAME = 2, 1024, 1e-4
 WAYS: dict[str, dict[str, Any]] = {
@@ -273,7 +273,7 @@ def steps(world: World, model: Model, rounds: int) -> tuple[dict[str, list[float
         known = [p.data for m in made[name].modules.values() for p in m.parameters()]
         known += [shard.bucket.weights for shard in made[name].optimizer.shards]
         with LiveStorages(known) as live:
-            first = made[name].fetch(number[name], rows)[0]
+            first = made[name].data.fetch(number[name], rows)[0]
             stage = made[name].stages[0]
             key = min(first)
             stage.begin(train=True)

@@ -25,9 +25,9 @@ import numpy as np
 from common import Result, parser, report
 from token_indices import index_claims
 
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus import pieces
 from megapipe.data.tokens.format import Header, bin_of, idx_of
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
 TRAIN = [sys.executable, str(Path(__file__).parents[1] / "train.py")]

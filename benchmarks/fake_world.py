@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.distributed.mesh import AXES, Grid, ParallelMesh
 from megapipe.distributed.planned import COLLECTIVES
-from megapipe.layers import routing
+from megapipe.layers.moe import routers
 from megapipe.ops import attention
 from megapipe.optim.optimizer import Optimizer
 
@@ -165,7 +165,7 @@ def even_choices() -> Iterator[None]:
         tokens, experts = scores.shape
         return (torch.arange(tokens * k, device=scores.device) % experts).view(tokens, k)
 
-    with mock.patch.object(routing, "_largest", in_turn):
+    with mock.patch.object(routers, "largest", in_turn):
         yield
 
 
@@ -217,7 +217,7 @@ class Watch:
                 axis = "cp" if within else "pp"
             else:
                 moves = within and collective == "all_to_all"
-                of_experts = mesh.grid.expert_ranks > 1 and group == mesh.ep.group
+                of_experts = mesh.grid.ep_ranks > 1 and group == mesh.ep.group
                 axis = "ep" if of_experts else "ulysses" if moves else axis_name(mesh, ranks)
             seen = Seen(axis, collective)
             calls, size = result.get(seen, Amount(0, 0))
@@ -226,24 +226,24 @@ class Watch:
 
 
 def axis_name(mesh: ParallelMesh, ranks: tuple[int, ...]) -> str:
-    """Name of a group, from its members: an axis, or who holds a bucket as plan.buckets has it."""
+    """Name of a group, from its members: an axis, or the holders of a bucket as in a plan."""
     for axis in AXES:
         if getattr(mesh, axis).ranks == ranks:
             return axis
     places = [mesh.grid.coordinates_of(rank) for rank in ranks]
     indices = sorted({at.pp for at in places})
     of_experts, dense = (
-        set(mesh.grid.holders(mesh.rank, indices, experts=experts)) for experts in (True, False)
+        set(mesh.grid.holders(mesh.rank, indices, over_ep=experts)) for experts in (True, False)
     )
     experts = len({at.tp for at in places}) > 1 or set(ranks) == of_experts < dense
-    copies = sorted({mesh.grid.copy_of(rank, experts=experts) for rank in ranks})
+    copies = sorted({mesh.grid.copy_of(rank, over_ep=experts) for rank in ranks})
     assert len(ranks) == len(copies) * len(indices), f"{ranks} is no group of holders"
     parts = []
     if len(copies) > 1:
         whole = "edp" if experts else "dp" if mesh.grid.cp == 1 else "dp*cp"
         near = copies[-1] - copies[0] + 1 == len(copies)
         part = f"{whole}:shard" if near else f"{whole}:replicate"
-        parts.append(whole if len(copies) == mesh.grid.copies(experts=experts) else part)
+        parts.append(whole if len(copies) == mesh.grid.copies(over_ep=experts) else part)
     if len(indices) > 1:
         parts.append(f"pp[{','.join(map(str, indices))}]")
     return "*".join(parts)

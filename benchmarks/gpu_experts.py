@@ -27,9 +27,11 @@ from ladder.tables import Table, dense_peak, finish
 from moe import numbers
 from torch import Tensor
 
-from megapipe.layers.expert_tasks import ExpertsTask
+from megapipe.layers.moe.tasks import ExpertsTask
+from megapipe.layers.moe.weights import ExpertGrads
 from megapipe.model.gpt.parameters import known
-from megapipe.ops import grouped, weight_grad
+from megapipe.ops import weight_grad
+from megapipe.ops.moe import grouped
 from megapipe.ops.probe import choose
 
 ROWS = 16384
@@ -65,7 +67,7 @@ class Products:
             weight.main_grad = torch.zeros(weight.shape, device=device)  # type: ignore[attr-defined]
             total = torch.zeros(whole.shape, device=device)
             matrices = weight.detach()
-            task = ExpertsTask(weight, None, x, grad, ends, adding)
+            task = ExpertsTask(weight, None, x, grad, ends, adding, ExpertGrads())
             self.ours["F"].append(partial(product.kernel, x, matrices.transpose(1, 2), ends))
             self.ours["I"].append(partial(product.kernel, grad, matrices, ends))
             self.ours["W"].append(task.run)

@@ -16,15 +16,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.stage import Key, Stage
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.schedule.ir import Kind
-from megapipe.train import step as training
+from megapipe.train import train_step as training
 
 VOCABULARY = 64
 SLACK = 2e-4
@@ -89,4 +89,4 @@ def configured(
     }
     for section, keys in given.items():
         sections[section] = {**sections.get(section, {}), **keys}
-    return resolve(Config.model_validate(sections), ranks, VOCABULARY, freed=freed_share)
+    return resolve(Config.model_validate(sections), ranks, VOCABULARY, measure=BY_UNITS)

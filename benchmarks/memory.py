@@ -26,7 +26,7 @@ from common import Result, parser, report
 from torch import Tensor
 
 from megapipe.assembly.context import make_context
-from megapipe.config import Config, KernelsConfig
+from megapipe.config.config import Config, KernelsConfig
 from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
 from megapipe.engine.channels import InProcessChannels
 from megapipe.engine.executor import Executor, run_together
@@ -44,7 +44,7 @@ from megapipe.ops.kernels import Kernels
 from megapipe.ops.storages import LiveStorages
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.plan.activation_memory import peak_activations
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.units import Units
 from megapipe.schedule.generators import names
 from megapipe.schedule.ir import Op
@@ -215,7 +215,7 @@ def configure(
             }
         )
         try:
-            return resolve(config, cp, VOCABULARY, freed=freed_share)
+            return resolve(config, cp, VOCABULARY, measure=BY_UNITS)
         except ConfigError as error:
             refusal = error
     assert refusal is not None

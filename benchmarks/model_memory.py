@@ -14,7 +14,8 @@ import torch
 from common import Result
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
@@ -22,10 +23,9 @@ from megapipe.layout.resolve import resolve
 from megapipe.optim.buffers import Bucket
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import Store
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.memory import model_memory
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 
 PP, MICROBATCHES, ROWS, SEQUENCE, VOCABULARY = 2, 4, 2, 8, 257
 """As small as goes with every schedule."""
@@ -88,7 +88,7 @@ def configure(schedule: str, setting: dict[str, Any]) -> tuple[Config, Layout]:
             },
         }
     )
-    return resolve(config, SHARING * PP, VOCABULARY, freed=freed_share)
+    return resolve(config, SHARING * PP, VOCABULARY, measure=BY_UNITS)
 
 
 def grid_of(setting: dict[str, Any]) -> Grid:

@@ -29,19 +29,20 @@ from step import OF_EXPERTS, Size, peak, times
 from torch import Tensor
 from turns import Batch, in_turns
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
 from megapipe.engine.stage import Stage
-from megapipe.layers.expert_tasks import ExpertsTask
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe.tasks import ExpertsTask
+from megapipe.layers.moe.weights import ExpertGrads
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.weight_grad import main_grad
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
-from megapipe.ops.grouped import loop_product
+from megapipe.ops.moe.grouped import loop_product
 from megapipe.ops.weight_grad import torch_accumulate
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 
 EXPERTS, TOP_K = slow_link.EXPERTS, slow_link.TOP_K
 COPYING, MOST_COPIED = "batched_mm", 4e9
@@ -116,7 +117,7 @@ def products(shape: Shape, rounds: int, *, zipf: bool) -> list[Result]:
         weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
         whole, total = torch.randn(length, width), torch.zeros(length, width)
         forward = weight.detach().transpose(1, 2)
-        task = ExpertsTask(weight, None, x, grad, ends, torch_accumulate)
+        task = ExpertsTask(weight, None, x, grad, ends, torch_accumulate, ExpertGrads())
 
         ours += [
             partial(loop_product, x, forward, ends),

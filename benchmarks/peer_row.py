@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from zero import own_batches
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 
 GOAL = 1.1
 
@@ -61,7 +61,7 @@ class Row:
         settings["pipeline"] |= self.pipeline
         settings["train"]["global_batch"] = self.samples
         config = Config.model_validate(settings)
-        return resolve(config, self.world, self.size.vocab, freed=freed_share)
+        return resolve(config, self.world, self.size.vocab, measure=BY_UNITS)
 
     def batches(self) -> Tensor:
         """[n, samples, s + 1], those of the replicas one after the other."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 
 
 class _Attention(nn.Module):

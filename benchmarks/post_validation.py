@@ -21,7 +21,8 @@ from typing import NamedTuple
 from common import Result, parser, report
 from lasting import configured, lasting, rows
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.layout import Layout
 from megapipe.schedule.cost import Cost
@@ -29,7 +30,6 @@ from megapipe.schedule.generators import build
 from megapipe.schedule.ir import MICROBATCH_SHIFT, Kind, Schedule, packed
 from megapipe.schedule.timing.simulate import simulate
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from megapipe.train.update import StepResult
 
 WARM_UP = 2

@@ -33,18 +33,18 @@ from fake_world import (
 from rich.console import Console
 from rich.table import Table
 
+from megapipe import TrainStep
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan.activation_memory import peak_activations
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.memory import model_memory
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
 from megapipe.train.feed import Rows
-from megapipe.train.step import TrainStep
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 WORLDS = {8: (2, 2), 64: (4, 4), 512: (8, 8), 4096: (8, 16), 16384: (8, 16)}
@@ -232,7 +232,7 @@ class Giant(NamedTuple):
 
 
 def configure(*keys: str) -> tuple[Config, Layout]:
-    return resolve(parse(list(keys)).config, None, None, freed=freed_share)
+    return resolve(parse(list(keys)).config, None, None, measure=BY_UNITS)
 
 
 def toy(world: int, *keys: str, cp: int = 1) -> tuple[Config, Layout]:
@@ -255,7 +255,7 @@ def toy(world: int, *keys: str, cp: int = 1) -> tuple[Config, Layout]:
 def grid_of(layout: Layout) -> Grid:
     """The processes of a layout, fewer than its ranks where one runs the whole pipeline."""
     plane = layout.dp * layout.cp * layout.tp
-    pp, experts = layout.world // plane, layout.of_experts
+    pp, experts = layout.world // plane, layout.ep_sizes
     return Grid(pp, layout.dp, layout.cp, layout.tp, *experts, layout.node)
 
 
@@ -340,7 +340,7 @@ def _mebibytes() -> float:
 def cheapest(dp: int, rounds: int) -> Cost:
     """The least of each cost, over fresh processes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megapipe.train.step"])
+    context.set_forkserver_preload(["megapipe.train.train_step"])
     with context.Pool(1, maxtasksperchild=1) as pool:
         costs = [pool.apply(set_up, (dp,)) for _ in range(rounds)]
     return Cost(*(min(column) for column in zip(*costs, strict=True)))

@@ -28,19 +28,20 @@ from step import Size
 from torch import Tensor
 from turns import WARM_UP, Batch, batches, timed
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid, ParallelMesh
-from megapipe.layers import dispatch, routing
-from megapipe.layers.dispatch import Dispatch
-from megapipe.layers.expert_hops import Hop, Step, Trip
-from megapipe.layers.moe_specs import Routing
-from megapipe.layers.row_codec import UNCODED, RowCodec
-from megapipe.layout.expert_time import Assumed, LayerWork, trained
+from megapipe.layers.moe import dispatch, routing
+from megapipe.layers.moe.dispatch import Dispatch
+from megapipe.layers.moe.dispatchers import all_to_all
+from megapipe.layers.moe.specs import Routing
+from megapipe.layers.moe.transfer import AllToAll, Step, Transfer
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import known_speeds
+from megapipe.plan.moe.time import Assumed, LayerWork, trained
+from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 
 SIZE = Size("mixtral", layers=2, hidden=64, heads=2, vocab=64, sequence=64, batch=4)
 RANKS, EXPERTS, TOP_K, CHUNKS = 2, 8, 2, (1, 2, 4)
@@ -71,21 +72,24 @@ class SlowLink:
 def slowed(link: SlowLink) -> Iterator[None]:
     """Rows travel over it, in one hop."""
 
-    class Late(Trip):
-        def __init__(self, rows: Tensor, steps: Iterable[Step], codec: RowCodec = UNCODED) -> None:
+    class Late(Transfer):
+        def __init__(self, rows: Tensor, steps: Iterable[Step], *given: Any) -> None:
             (hop,) = steps
-            assert isinstance(hop, Hop)
+            assert isinstance(hop, AllToAll)
             others = sum(hop.sends) - hop.sends[hop.axis.index]
             size = rows.nbytes * others / sum(hop.sends)
             self._due = link.due(size, alone=rows.dim() > 1)
-            super().__init__(rows, [hop], codec)
+            super().__init__(rows, [hop], *given)
 
-        def arrived(self) -> Tensor:
-            rows = super().arrived()
+        def wait(self) -> Tensor:
+            rows = super().wait()
             time.sleep(max(0.0, self._due - time.perf_counter()))
             return rows
 
-    with mock.patch.object(dispatch, "Trip", Late):
+    with (
+        mock.patch.object(dispatch, "Transfer", Late),
+        mock.patch.object(all_to_all, "Transfer", Late),
+    ):
         yield
 
 
@@ -104,15 +108,15 @@ def evenly() -> Iterator[None]:
 @contextmanager
 def lasting() -> Iterator[None]:
     """Each chunk is computed for its part of the time of products."""
-    in_turn = Dispatch.in_turn
+    pipelined = Dispatch.pipelined_chunks
 
     def late(self: Dispatch, *given: Any) -> Iterator[Any]:
-        for of_chunk in in_turn(self, *given):
+        for of_chunk in pipelined(self, *given):
             rows = of_chunk[0].here
-            time.sleep(PRODUCTS * (rows.stop - rows.start) / self.plan.here)
+            time.sleep(PRODUCTS * (rows.stop - rows.start) / self.plan.local_expert_rows)
             yield of_chunk
 
-    with mock.patch.object(Dispatch, "in_turn", late):
+    with mock.patch.object(Dispatch, "pipelined_chunks", late):
         yield
 
 
@@ -181,11 +185,11 @@ def exposed(size: Size, latency: float, chunks: int) -> float:
         experts={"chunks": chunks},
         log={"peak_tflops": 1.0},
     )
-    speeds, device = known_speeds(config), layout.device
-    work = LayerWork.of(config, device, speeds, 0, Assumed.of(config))
+    speeds, units = known_speeds(config), Units(config, layout)
+    work = LayerWork.of(units, speeds, 0, Assumed.of(config))
     assert speeds.tflops is not None
     speeds = replace(speeds, tflops=speeds.tflops * work.experts / PRODUCTS)
-    passes = trained(config, device, speeds, 0, chunks)
+    passes = trained(units, speeds, 0, "all_to_all", chunks)
     return size.layers * sum(each.exposed for each in passes.values())
 
 

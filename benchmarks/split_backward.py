@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Axis
-from megapipe.dtypes import Dtype
 from megapipe.engine.stage import Stage
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
 from megapipe.layers.weight_grad import main_grad
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, owned_parameters
+from megapipe.util.dtypes import Dtype
 
 TARGET = 1.05
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}

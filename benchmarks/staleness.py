@@ -21,7 +21,8 @@ from corpus import Rows, text
 from rich.console import Console
 from rich.table import Table
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
 from megapipe.schedule.cost import Cost
@@ -30,7 +31,6 @@ from megapipe.schedule.streams.load import load_stream
 from megapipe.schedule.streams.times import window_times
 from megapipe.schedule.timing.simulate import simulate
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 
 RANKS = 4
 MICROBATCHES = 4

@@ -19,11 +19,11 @@ from typing import Any
 from common import Result, parser, report
 from corpus import Rows, text
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 
 TARGET = 0.01
 """Nats of validation loss above that of fp32 state."""

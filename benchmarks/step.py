@@ -52,7 +52,7 @@ class Size:
 
     def config(self) -> Any:
         """The resolved configuration of a run on one process, and its layout."""
-        from megapipe.config import Config
+        from megapipe.config.config import Config
         from megapipe.layout.resolve import resolve
 
         llama = {
@@ -107,9 +107,9 @@ def megapipe_side(size: Size, **kernels: Any) -> Step:
     import torch
     import torch.distributed as dist
 
+    from megapipe import TrainStep
     from megapipe.distributed.mesh import Grid, ParallelMesh
     from megapipe.train.kernels import agreed_kernels
-    from megapipe.train.step import TrainStep
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -287,7 +287,7 @@ def weigh(side: str, size: Size, pipe: Connection) -> None:
 def process(function: Callable[..., None], *args: Any) -> Iterator[Connection]:
     """A fresh process that runs `function(*args, pipe)`; yields our end of the pipe."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "megapipe.train.step", "transformers"])
+    context.set_forkserver_preload(["torch", "megapipe.train.train_step", "transformers"])
     ours, theirs = context.Pipe()
     child = context.Process(target=function, args=(*args, theirs), daemon=True)
     child.start()

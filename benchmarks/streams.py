@@ -29,7 +29,8 @@ from common import Result, parser, report
 from lasting import configured, lasting, rows
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.engine import pipeline
 from megapipe.engine.channels import ProcessGroupChannels
@@ -39,7 +40,6 @@ from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.streams.stream import Stream
 from megapipe.schedule.streams.times import WindowTimes, window_times
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 
 WARM_UP = 2
 """Windows, beyond those in which the stream fills, before they are timed."""

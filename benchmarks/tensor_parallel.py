@@ -23,7 +23,8 @@ import torch
 from common import Result, parser, report
 from turns import Batch, in_turns
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megapipe.distributed.mesh import Grid, ParallelMesh
@@ -32,7 +33,6 @@ from megapipe.layout.resolve import resolve
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 
 TP, VOCABULARY = 2, 4096
 ROUTINES: dict[str, Callable[[torch.Tensor, Axis], torch.Tensor]] = {

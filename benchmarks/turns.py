@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.train.step import TrainStep
+from megapipe import TrainStep
 
 Rows = Callable[[Sequence[int]], tuple[Tensor, Tensor, Tensor]]
 """Tokens, labels and mask of samples."""

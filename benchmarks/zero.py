@@ -44,18 +44,18 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adam import adam
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.collectives import start_all_gather, start_reduce_scatter
 from megapipe.distributed.mesh import Axis, Grid
-from megapipe.dtypes import DTYPE_BYTES
+from megapipe.layout.buckets import process_buckets
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.optim.buffers import Bucket
-from megapipe.plan.buckets import process_buckets
 from megapipe.testing import World, run_world
 from megapipe.train.feed import Counted
-from megapipe.train.step import TrainStep
 from megapipe.train.totals import Totals, Wishes
+from megapipe.util.dtypes import DTYPE_BYTES
 
 # names before torch 2.13
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -286,7 +286,7 @@ def optimizer_part(world: World, size: Size, rounds: int, messages: bool) -> Sid
 
     def step(i: int) -> None:
         train.optimizer.reduce(0)
-        own = train.own_totals(Counted(1), Wishes).pack()
+        own = train.totals.own(Counted(1), Wishes).pack()
         totals = Totals.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp"))
         train.update.apply(i, totals, lambda: totals)
         train.optimizer.await_all_weights()

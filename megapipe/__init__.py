@@ -3,8 +3,8 @@
 As a library it offers what ``docs/library.md`` shows: :class:`Pipeline`, :func:`train`,
 :class:`TrainStep` and :func:`spawn`. Each is loaded, and torch with it, when it is asked for.
 
-To read it, start at :mod:`megapipe.train.step` (one training step) or :mod:`megapipe.schedule`
-(pipeline schedules as data). ``docs/design.md`` has the whole picture.
+To read it, start at :mod:`megapipe.train.step.flushed` (one training step) or
+:mod:`megapipe.schedule` (pipeline schedules as data). ``docs/design.md`` has the whole picture.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megapipe.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from megapipe.launch.local import spawn
     from megapipe.library.pipeline import Pipeline
     from megapipe.train.objects import train
-    from megapipe.train.step import TrainStep
+    from megapipe.train.train_step import TrainStep
 
-__version__ = "0.2.0"
 __all__ = ["Pipeline", "TrainStep", "spawn", "train"]
 
 _HOMES = {
     "Pipeline": "megapipe.library.pipeline",
-    "TrainStep": "megapipe.train.step",
+    "TrainStep": "megapipe.train.train_step",
     "spawn": "megapipe.launch.local",
 }
 

@@ -19,13 +19,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megapipe import presets, strict_yaml
 from megapipe.command_line import TRACEBACK
-from megapipe.config import TASK, TASK_VARIABLE, Config, lacks_task
-from megapipe.errors import ConfigError
-from megapipe.foreign import describe_file, describe_flag
-from megapipe.help import help_text, usage
-from megapipe.keys import (
+from megapipe.config import presets, strict_yaml
+from megapipe.config.config import TASK, TASK_VARIABLE, Config, lacks_task
+from megapipe.config.foreign import describe_file, describe_flag
+from megapipe.config.help import help_text, usage
+from megapipe.config.keys import (
     KEYS,
     MAPPINGS,
     SECTIONS,
@@ -37,10 +36,12 @@ from megapipe.keys import (
     unknown,
     unknown_to_unset,
 )
-from megapipe.lora_config import LoraConfig
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.strict_yaml import MOST_BYTES, Value, YamlError
-from megapipe.urls import is_remote
+from megapipe.config.lora import LoraConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.section import keys_within
+from megapipe.config.strict_yaml import MOST_BYTES, Value, YamlError
+from megapipe.errors import ConfigError
+from megapipe.util.urls import is_remote
 from megapipe.words import clipped, folded, printable, without_secrets
 
 OPTIONS = ("--dry-run", "--time-slices", TRACEBACK)
@@ -223,7 +224,7 @@ def _keys_of(given: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 def flatten(config: Config) -> dict[str, str | int | float | bool | None]:
     """Every dotted key with its value, to be written down; lists and options as JSON."""
     tree = _to_write(config.model_dump())
-    found = {key: reduce(getitem, key.split("."), tree) for key in KEYS}
+    found = {key: reduce(getitem, key.split("."), tree) for key, *_ in keys_within(type(config))}
     return {
         key: json.dumps(value) if isinstance(value, (list, dict)) else value
         for key, value in found.items()

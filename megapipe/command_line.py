@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TextIO
 
 from megapipe.errors import ConfigError, Interrupted, LaunchError, MegapipeError, Preempted
-from megapipe.paths import temporary_folder_problem
+from megapipe.util.paths import temporary_folder_problem
 from megapipe.words import is_terminal, without_secrets
 
 TRACEBACK = "--traceback"

@@ -137,7 +137,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 def _training() -> Iterator[str]:
     """Return the statements for what stands behind `train`, whose parser is none of argparse."""
     from megapipe.cli import IMBALANCE, OPTIONS, possible_words
-    from megapipe.keys import KEYS, SECTIONS
+    from megapipe.config.keys import KEYS, SECTIONS
 
     topics = _reply(["all", *SECTIONS, *KEYS])
     replies = {"--help": topics, "-h": topics, IMBALANCE: _reply([])}
@@ -164,7 +164,7 @@ def _reply(words: Iterable[str], *, files: bool = False) -> str:
 
 def _of_keys() -> dict[str, str]:
     """Return the keys that take one of a few words, each with the answer that has these."""
-    from megapipe.keys import KEYS, few_values
+    from megapipe.config.keys import KEYS, few_values
     from megapipe.schedule.generators import names
 
     found = {key: _reply(few) for key, info in KEYS.items() if (few := few_values(info))}

@@ -8,8 +8,8 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 
-import megapipe
 from megapipe.command_line import load_torch, quiet_interrupts
+from megapipe.version import __version__
 
 COMMANDS = {
     "train": ("megapipe.train.main", "train a model, or show its plan (--dry-run)"),
@@ -21,7 +21,7 @@ COMMANDS = {
     "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
     "context": ("megapipe.plan.commands", "attention over split positions: costs, drawings"),
     "experts": (
-        "megapipe.plan.expert_commands",
+        "megapipe.plan.moe.commands",
         "layers with experts: exchanges, choices, ranks for them",
     ),
     "prepare-data": ("megapipe.data.commands", "texts to token files, and token files to others"),
@@ -48,7 +48,7 @@ def main() -> int:
         print(usage(), end="")
         return 0
     if name == "--version":
-        print(f"megapipe {megapipe.__version__}")
+        print(f"megapipe {__version__}")
         return 0
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)

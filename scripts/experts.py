@@ -6,6 +6,6 @@ from megapipe.command_line import quiet_interrupts
 
 if __name__ == "__main__":
     with quiet_interrupts():
-        from megapipe.plan.expert_commands import main
+        from megapipe.plan.moe.commands import main
 
         sys.exit(main(sys.argv[1:]))

@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ladder.records import Calibration
 from ladder.sizes import Size
+from megapipe.config.model import ModelConfig
 from megapipe.layers.policy import padded_vocabulary
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import known
 
 BACKENDS = {

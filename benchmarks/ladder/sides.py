@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ladder.sizes import Settings, Size
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.layers.parameter import LocalParameter
 from megapipe.layers.policy import padded_vocabulary
 from megapipe.model.gpt.hf.config import config_to_hf
-from megapipe.train.step import TrainStep
 
 POOL = 4_000_037
 """Random numbers from which initial weights are filled: more than any period that matters."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.family import GPT
 from megapipe.model.gpt.flops import head_flops, layer_flops
 from megapipe.model.interface import Conditions

@@ -7,29 +7,21 @@ from typing import Any
 
 import torch
 
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.update_rules import declaration
 from megapipe.context.split import Split
 from megapipe.model.kernel_needs import KernelNeeds
-from megapipe.ops import (
-    adam,
-    attention_choice,
-    expert_rows,
-    grouped,
-    loss,
-    norm,
-    rotary,
-    swiglu,
-    weight_grad,
-)
+from megapipe.ops import adam, attention_choice, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.attention import AttentionKernel
 from megapipe.ops.attention_choice import Attended, torch_choice
 from megapipe.ops.block_attention import BlockKernel, Explicit
 from megapipe.ops.block_choice import block_candidates, packed_candidates
 from megapipe.ops.compiler import torch_compile
 from megapipe.ops.kernels import Kernels
+from megapipe.ops.moe import grouped
+from megapipe.ops.moe import rows as expert_rows
 from megapipe.ops.packed_kernels import PackedKernel
 from megapipe.ops.probe import Choice, Unavailable, choose
-from megapipe.update_rules import declaration
 
 
 def select_kernels(

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.layers.dispatch import Form
+from megapipe.layers.moe.dispatchers import make_dispatcher
+from megapipe.layers.moe.sharding import MoESharding
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
-from megapipe.layout.dispatch import bandwidths
+from megapipe.layout.moe.dispatch import bandwidths
 from megapipe.ops.kernels import Kernels
 
 
 def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Sharding:
     """Make the :class:`Sharding` of one stage, with a weight-gradient queue of its own."""
     dtype, split = TORCH_DTYPES[config.model.dtype], config.parallel.sequence_parallel
-    given = Sharding(mesh.tp, split, dtype, kernels=kernels)
     if config.model.moe.experts is None:
-        return given
-    experts = config.experts
-    form = Form(
-        gathers=experts.dispatch == "all_gather",
-        fetches=experts.dispatch == "fetch",
-        hops=mesh.expert_hops,
-        chunks=experts.number_of_chunks,
-        codec=experts.codec,
-        pad=experts.pad,
-    )
-    near = bandwidths(config, mesh.ep.index)
-    return replace(
-        given, sequence=mesh.sequence, ep=mesh.ep, etp=mesh.grid.etp, form=form, bandwidths=near
+        return Sharding(mesh.tp, split, dtype, kernels=kernels)
+    return MoESharding(
+        mesh.tp,
+        split,
+        dtype,
+        kernels=kernels,
+        sequence=mesh.sequence,
+        dispatcher=make_dispatcher(config.experts, mesh),
+        bandwidths=bandwidths(config, mesh.ep.index),
     )

@@ -8,7 +8,7 @@ from megapipe.checkpoint.names import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
 from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError, StorageError
-from megapipe.paths import LATEST, is_folder
+from megapipe.util.paths import LATEST, is_folder
 
 OF_A_RUN = "checkpoints"
 """The folder in a run's that has its checkpoints; on object storage a run has nothing else."""

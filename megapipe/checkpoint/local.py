@@ -19,7 +19,7 @@ from megapipe.checkpoint.durable import (
 )
 from megapipe.checkpoint.names import STAGING_PREFIX
 from megapipe.errors import CheckpointError
-from megapipe.paths import exists, is_folder
+from megapipe.util.paths import exists, is_folder
 
 T = TypeVar("T")
 

@@ -6,7 +6,8 @@ its own from the start, so that no two attempts, not even of a job that was take
 object.
 
 A request that fails is repeated for as long as the store's patience lasts, a shard from its
-beginning (:mod:`megapipe.retries`). Nothing is kept of listings: other processes write there too.
+beginning (:mod:`megapipe.util.retries`). Nothing is kept of listings: other processes write there
+too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from megapipe.checkpoint.names import MANIFEST
 from megapipe.errors import CheckpointError, StorageError
-from megapipe.retries import LIMIT_S, Failed, Operation, unless_absent
-from megapipe.urls import check_folder
+from megapipe.util.retries import LIMIT_S, Failed, Operation, unless_absent
+from megapipe.util.urls import check_folder
 from megapipe.words import one_line
 
 DISCARD_S = 10.0

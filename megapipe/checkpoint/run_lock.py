@@ -1,9 +1,9 @@
 """One job at a time in a run folder.
 
 Two jobs in one folder would delete each other's half-written checkpoints and mix their logs. The
-first process of a job owns ``.lock.1`` in the folder (:mod:`megapipe.heartbeat`). Another job is
-refused as long as that process lives, and takes over from one that was killed: at once on the same
-machine, from another after its heartbeat has stood still for a while.
+first process of a job owns ``.lock.1`` in the folder (:mod:`megapipe.util.heartbeat`). Another job
+is refused as long as that process lives, and takes over from one that was killed: at once on the
+same machine, from another after its heartbeat has stood still for a while.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from megapipe import heartbeat
 from megapipe.errors import CheckpointError, ConfigError, LaunchError
+from megapipe.util import heartbeat
 
 LOCK, OWNER = "lock", "owner"
 

@@ -20,7 +20,7 @@ from megapipe.checkpoint.manifest import Dtype, FileRecord, Manifest
 from megapipe.checkpoint.regions import Region
 from megapipe.checkpoint.storage import Place, at
 from megapipe.errors import CheckpointError
-from megapipe.finite import all_finite
+from megapipe.util.finite import all_finite
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32,

@@ -12,9 +12,9 @@ from typing import BinaryIO, Protocol, TypeVar
 
 from megapipe.checkpoint.local import LocalPath
 from megapipe.checkpoint.objects import RemotePath
-from megapipe.paths import user_path
-from megapipe.retries import LIMIT_S
-from megapipe.urls import is_remote
+from megapipe.util.paths import user_path
+from megapipe.util.retries import LIMIT_S
+from megapipe.util.urls import is_remote
 
 Place = Path | RemotePath
 """Where checkpoints are, or one of them, or a file in it. All have `name`, `parent`, `/`, and are
@@ -98,8 +98,8 @@ def at(place: Place) -> Stored:
 def place_of(name: str, *, what: str, patience_s: float = LIMIT_S) -> Place:
     """The place that a user names, by a path or a URL, as `what`; nothing is opened there.
 
-    Requests to a store are repeated for `patience_s` (:mod:`megapipe.retries`). Raises ConfigError
-    or CheckpointError for a URL that cannot be used.
+    Requests to a store are repeated for `patience_s` (:mod:`megapipe.util.retries`). Raises
+    ConfigError or CheckpointError for a URL that cannot be used.
     """
     if is_remote(name):
         return RemotePath.of(name, what=what, patience_s=patience_s)

@@ -5,5 +5,6 @@
 what there is to compute between a block of queries and one of keys,
 :mod:`~megapipe.context.packs` which of it one call of a kernel computes, and
 :mod:`~megapipe.context.plan` what blocks travel so that all of it is computed once.
+:mod:`~megapipe.context.tensors` has the shapes and types of what travels.
 :mod:`megapipe.layers.ring_attention` executes a plan.
 """

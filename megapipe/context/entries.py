@@ -32,6 +32,12 @@ class Entry(NamedTuple):
         return q * (q + 1) // 2 if self.causal else q * k
 
 
+def attention_flops(scores: int, head_dim: int, *, backward: bool) -> int:
+    """Count the FLOPs of a kernel that computes so many scores: each takes two products of vectors
+    in the forward, and five in the backward, which computes it again."""
+    return 2 * (5 if backward else 2) * scores * head_dim
+
+
 @lru_cache(maxsize=65536)
 def entries(queries: Positions, keys: Positions) -> tuple[Entry, ...]:
     """The scores of queries that see keys, each position itself and all before it; none twice.

@@ -29,6 +29,7 @@ from megapipe.errors import MegapipeError
 Pair = tuple[int, int]
 """(home of queries, home of keys)."""
 Kind = Literal["queries", "keys"]
+What = Literal["bundle", "partial", "gradient"]
 UNDER_WAY = 2
 """Exchanges whose messages may not have left yet; the executor holds their tensors."""
 KINDS: tuple[Kind, ...] = ("queries", "keys")
@@ -50,7 +51,7 @@ class Visit(NamedTuple):
 class Message(NamedTuple):
     """A bundle, a partial result of queries, or the gradients of a bundle on their way."""
 
-    what: Literal["bundle", "partial", "gradient"]
+    what: What
     kind: Kind
     home: int
     source: int

@@ -14,13 +14,12 @@ from torch import Tensor
 from megapipe.checkpoint.durable import create
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_lora, stored_model
+from megapipe.config.model import ModelConfig
 from megapipe.convert.fresh import fresh_folder
 from megapipe.convert.shards import Named, write
-from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layers.lora_specs import ALL_ROWS, Lora
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import Row
 from megapipe.model.gpt.hf.weights import Entry
@@ -36,6 +35,7 @@ from megapipe.model.gpt.lora import (
 )
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
+from megapipe.util.dtypes import Dtype
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -53,7 +53,7 @@ class Adapters:
     @classmethod
     def of(cls, checkpoint: Checkpoint, model: ModelConfig) -> Adapters:
         """Those that the stored configuration speaks of."""
-        return cls(checkpoint, model, stored_lora(checkpoint.manifest.config).adapters)
+        return cls(checkpoint, model, Lora.of(stored_lora(checkpoint.manifest.config)))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Their entries in the checkpoint."""

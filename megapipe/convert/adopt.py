@@ -14,14 +14,14 @@ from megapipe.checkpoint.find import OF_A_RUN
 from megapipe.checkpoint.regions import whole
 from megapipe.checkpoint.writer import SHARD_BYTES, Alone, Meta, Piece, save
 from megapipe.cli import flatten
-from megapipe.config import Config, TrainConfig
+from megapipe.config.config import Config, TrainConfig
+from megapipe.config.data import DataConfig
 from megapipe.convert.describe import as_configuration
 from megapipe.convert.export import GENERATION
 from megapipe.convert.fresh import fresh_folder
 from megapipe.convert.source import Source
 from megapipe.convert.tokenizer import save_tokenizer
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
 
 CONFIGURATION = "config.yaml"

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megapipe.command_line import phase
+from megapipe.config.model import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
-from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe_specs import bias_name
+from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.specs import bias_name
 from megapipe.layers.parameter import Sharding, spec_of
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import config_from_hf
 from megapipe.model.gpt.hf.table import TABLE
 from megapipe.model.gpt.hf.weights import Entry, entries

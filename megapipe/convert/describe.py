@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from megapipe import strict_yaml
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
 from megapipe.cli import stored_lora, stored_model
+from megapipe.config import strict_yaml
+from megapipe.config.model import ModelConfig
+from megapipe.config.moe import MoEConfig
+from megapipe.config.section import Section
 from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.convert.source import CONFIG, Source
 from megapipe.convert.tensor_files import DTYPES, StoredTensors
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import TABLE
-from megapipe.model.gpt.moe_config import MoEConfig
-from megapipe.section import Section
 from megapipe.words import counted
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
+from megapipe.config.model import ModelConfig
 from megapipe.convert.adapters import Adapters
 from megapipe.convert.class_check import check_class
 from megapipe.convert.fresh import fresh_folder
@@ -21,14 +22,13 @@ from megapipe.convert.shards import Named, plan, write
 from megapipe.convert.source import CONFIG, KIND
 from megapipe.convert.tokenizer import opens_documents, same_ids, save_tokenizer
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.dtypes import Dtype
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import config_to_hf, old_keys, row_of
 from megapipe.model.gpt.hf.table import Row
 from megapipe.model.gpt.hf.weights import Entry, entries
-from megapipe.paths import is_file, user_path
+from megapipe.util.dtypes import Dtype
+from megapipe.util.paths import is_file, user_path
 
 GENERATION = "generation_config.json"
 NO_TOKENIZER = "none"

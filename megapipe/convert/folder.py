@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megapipe.checkpoint.regions import Region, whole
 from megapipe.cli import flatten
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
 from megapipe.convert.class_check import check_class
 from megapipe.convert.source import CONFIG, KIND
 from megapipe.convert.tensor_files import StoredTensors, TensorFiles, read_json, widest
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import class_named, config_from_hf
 from megapipe.model.gpt.hf.table import TABLE, Row
 from megapipe.model.gpt.hf.weights import Entry, entries_in, full_names

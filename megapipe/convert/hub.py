@@ -8,7 +8,7 @@ from pathlib import Path
 from megapipe.convert.tensor_files import INDEX, SINGLE
 from megapipe.data.hub import check_reachable, is_hub_name
 from megapipe.errors import CheckpointError, DataError
-from megapipe.paths import exists, is_folder, user_path
+from megapipe.util.paths import exists, is_folder, user_path
 from megapipe.words import one_line
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model")

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 
 CONFIG = "config.json"
 """A class' configuration, in a folder as transformers has it."""

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megapipe.dtypes import Dtype
 from megapipe.errors import CheckpointError
 from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.util.dtypes import Dtype
 from megapipe.words import one_line
 
 SINGLE = "model.safetensors"

@@ -8,7 +8,7 @@ from typing import Any
 
 from megapipe.data.tokenizer import ByteTokenizer, Tokenizer
 from megapipe.data.tokenizer.hugging_face import END_TOKENS, FastTokenizer, SlowTokenizer
-from megapipe.paths import exists, is_file, user_path
+from megapipe.util.paths import exists, is_file, user_path
 
 END = END_TOKENS[0]
 SAMPLES = (

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.data import DataConfig, source_key
 from megapipe.data.batch import Batches, Mixing, Source
 from megapipe.data.dataset import Corpus, Dataset, Split, Stream, TokenDataset, TooShort
 from megapipe.data.fill_in_the_middle import (
@@ -34,9 +35,8 @@ from megapipe.data.sources import HeldOut, Sources
 from megapipe.data.stored import Room
 from megapipe.data.supervised import ExampleDataset
 from megapipe.data.tokenizer import Tokenizer
-from megapipe.data_config import DataConfig, source_key
 from megapipe.errors import CheckpointError, DataError
-from megapipe.left_out import LeftOut
+from megapipe.util.left_out import LeftOut
 
 
 class Past(NamedTuple):

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.config.data import DataConfig
 from megapipe.data.dataset import Sample, TokenDataset
 from megapipe.data.order import splitmix64
 from megapipe.data.packing import PackedDataset, Packing
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenFile
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
 Ids = npt.NDArray[np.int64]

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+from megapipe.config.data import DataConfig
 from megapipe.data.dataset import SPLITS, Split, Stream
 from megapipe.data.split import split_ranges
 from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import bin_of, idx_of, without_suffix
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
-from megapipe.paths import exists, is_file, user_path
+from megapipe.util.paths import exists, is_file, user_path
 from megapipe.words import counted
 
 TEXT_KEYS = ("subset", "dataset_split", "text_field")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from megapipe.errors import DataError
-from megapipe.retries import Failed, ask, is_answered_later
+from megapipe.util.retries import Failed, ask, is_answered_later
 from megapipe.words import one_line
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -24,8 +24,8 @@ def check_reachable(what: str, name: str, repo_type: Literal["model", "dataset"]
     """Ask the hub for a name, so that a wrong one or a missing network is reported in seconds.
 
     The libraries that load from the hub repeat a failed request for most of a minute. Here one is
-    repeated that the hub cannot answer now (:mod:`megapipe.retries`). Raises :class:`DataError` if
-    it fails.
+    repeated that the hub cannot answer now (:mod:`megapipe.util.retries`). Raises
+    :class:`DataError` if it fails.
     """
     from huggingface_hub import HfApi
 

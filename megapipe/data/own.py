@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.data.dataset import Sample, Split
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import DataError, MegapipeError
-from megapipe.user_code import FAILURES, UserCode
+from megapipe.util.user_code import FAILURES, UserCode
 
 ARGUMENTS = ("split", "sequence_length", "vocab_size", "tokenizer", "seed")
 """`split` is ``train``, ``validation``, or ``test`` for ``data.test``; `vocab_size` that of the

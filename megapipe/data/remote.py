@@ -5,7 +5,8 @@ which the error names). One process of those that share the cache copies; a copy
 not there, and one that was cut short goes on with the files that are complete. It is identified by
 names, sizes and versions of the files, so that changed files are copied anew. Where the server
 tells versions, the query of a URL is no part of that: by a new signature it is the same file.
-Requests that fail are repeated (:mod:`megapipe.retries`); a file goes on where it was cut short.
+Requests that fail are repeated (:mod:`megapipe.util.retries`); a file goes on where it was cut
+short.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import shutil
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megapipe.beneath import refuse_links
+from megapipe.config.data import DataConfig
 from megapipe.data.prepare.copies import AT_ONCE, FILES, MANIFEST, Copied, Manifest, check_sizes
 from megapipe.data.prepare.copies import copied as copied_file
 from megapipe.data.prepare.once import make_once
 from megapipe.data.prepare.progress import Meter, meter
 from megapipe.data.stored import crc_of, write_checksums
 from megapipe.data.tokens.format import bin_of, idx_of
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
-from megapipe.urls import check_url, is_remote, without_query
+from megapipe.util.beneath import refuse_links
+from megapipe.util.urls import check_url, is_remote, without_query
 from megapipe.words import LEFT_OUT, one_line, without_secrets
 
 if TYPE_CHECKING:

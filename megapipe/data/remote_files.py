@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from fsspec.spec import AbstractFileSystem
 
-from megapipe.retries import Failed, ask, unless_absent
+from megapipe.util.retries import Failed, ask, unless_absent
 
 LISTING_S = 600.0
 """Seconds for the answer to one call that lists a folder, which may make many requests."""
@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 class RemoteFiles(AbstractFileSystem):
     """Files of `system`, an fsspec file system. All methods raise
-    :class:`~megapipe.retries.Failed` for a failure, and FileNotFoundError for what is not there."""
+    :class:`~megapipe.util.retries.Failed` for a failure, and FileNotFoundError for what is not
+    there."""
 
     cachable = False
 

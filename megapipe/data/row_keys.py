@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megapipe.config.data import EXAMPLES, DataConfig
+from megapipe.config.unused_keys import refuse_unused
 from megapipe.data.corpus.compressed import inner_suffix
 from megapipe.data.corpus.files import OF_ROWS, is_saved_data_set, is_standard_library
 from megapipe.data.given import TEXT_KEYS, is_given
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
-from megapipe.paths import is_file, is_folder, user_path
-from megapipe.unused_keys import refuse_unused
+from megapipe.util.paths import is_file, is_folder, user_path
 
-OF_EXAMPLES = (
-    "prompt_field",
-    "completion_field",
-    "messages_field",
-    "chat_template",
-    "train_on",
-)
-"""Keys that only examples have a use for."""
-SUPERVISED = "data.samples=supervised"
+SUPERVISED = EXAMPLES.words
 
 
 def check_fields(data: DataConfig) -> None:
-    """Raise :class:`ConfigError` for fields of rows that ``data.samples`` does not read."""
+    """Raise :class:`ConfigError` for fields of texts where ``data.samples`` reads examples."""
     if data.samples == "supervised":
         fields = ["text_field", *(f"mixture.{name}.text_field" for name in data.mixture)]
         refuse_unused("data", data, fields, f"with {SUPERVISED}", "")
-    else:
-        refuse_unused("data", data, OF_EXAMPLES, f"without {SUPERVISED}")
 
 
 def unread_keys(source: str, dataset_split: str | None) -> tuple[str, Sequence[str]]:

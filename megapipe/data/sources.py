@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.data import ONLY, DataConfig
 from megapipe.data.dataset import SPLITS, Corpus, Dataset, Split, Stream
 from megapipe.data.fill_in_the_middle import marks_of
 from megapipe.data.given import GivenTokens, given_tokens, is_given
@@ -19,8 +20,7 @@ from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.remote import fetched
 from megapipe.data.supervised import Examples, left_out, prepare_examples
 from megapipe.data.tokenizer import Tokenizer
-from megapipe.data_config import ONLY, DataConfig
-from megapipe.user_code import is_source
+from megapipe.util.user_code import is_source
 
 
 class HeldOut(NamedTuple):

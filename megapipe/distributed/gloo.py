@@ -22,22 +22,19 @@ from megapipe.distributed.axis import Axis
 
 SUM, GATHER, SPREAD = 1, 2, 3
 """Tags of messages: terms of a sum, pieces of a gather, sums of an all-reduce."""
-_most: datetime.timedelta | None = None
+LIMIT: list[datetime.timedelta] = []
+"""Arguments of the wait for a message: how long it may take; none: as long as its group's."""
 
 
 def await_messages_for(most: datetime.timedelta | None) -> None:
     """Have this process wait for messages up to `most`, or with None as long as their group does: a
     new time-out of a group does not hold for them."""
-    global _most
-    _most = most
+    LIMIT[:] = [] if most is None else [most]
 
 
 def complete(work: Any) -> None:
     """Wait for a message of gloo's, for as long as its group does unless more has been said."""
-    if _most is None:
-        work.wait()
-    else:
-        work.wait(_most)
+    work.wait(*LIMIT)
 
 
 def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Callable[[], None]]:

@@ -69,40 +69,40 @@ class Grid:
         """Ranks that differ from `rank` only along `axis`, in the order of that axis."""
         return list(self._along(self.coordinates_of(rank), axis))
 
-    def holders(self, rank: int, pp_indices: Sequence[int], *, experts: bool = False) -> list[int]:
+    def holders(self, rank: int, pp_indices: Sequence[int], *, over_ep: bool = False) -> list[int]:
         """Ranks with the tp index of `rank`, on the given pipeline indices, for all dp and cp:
-        they compute with the same weights. With `experts` the ranks of any tp index that have the
-        same ones. Ascending."""
+        they compute with the same weights. With `over_ep` the ranks of any tp index that have the
+        same of what is split over ep. Ascending."""
         block = self.dp * self.cp * self.tp
-        stride = self.expert_ranks if experts else self.tp
+        stride = self.ep_ranks if over_ep else self.tp
         return [pp * block + i for pp in pp_indices for i in range(rank % stride, block, stride)]
 
     @property
-    def expert_ranks(self) -> int:
-        """Ranks that have all experts of a pipeline index together."""
+    def ep_ranks(self) -> int:
+        """Ranks of a pipeline index that have everything that is split over ep together."""
         return self.ep * self.etp
 
-    def expert_peers(self, rank: int) -> list[int]:
-        """Ranks over which the experts of this one's stages are split."""
-        first = rank - rank % self.expert_ranks
-        return list(range(first, first + self.expert_ranks))
+    def ep_peers(self, rank: int) -> list[int]:
+        """Ranks over which this one's stages are split over ep."""
+        first = rank - rank % self.ep_ranks
+        return list(range(first, first + self.ep_ranks))
 
-    def expert_hops(self, rank: int) -> tuple[list[int], list[int]]:
-        """Return the :meth:`expert_peers` of this rank's node, and those with its place in each."""
+    def ep_hops(self, rank: int) -> tuple[list[int], list[int]]:
+        """Return the :meth:`ep_peers` of this rank's node, and those with its place in each."""
         assert self.node is not None
-        peers, inner = self.expert_peers(rank), rank % self.node
-        first = (rank - inner) % self.expert_ranks
+        peers, inner = self.ep_peers(rank), rank % self.node
+        first = (rank - inner) % self.ep_ranks
         return peers[first : first + self.node], peers[inner :: self.node]
 
-    def copies(self, *, experts: bool = False) -> int:
-        """Copies of a stage's weights, or of its `experts`, on a pipeline index."""
-        return self.dp * self.cp * self.tp // (self.expert_ranks if experts else self.tp)
+    def copies(self, *, over_ep: bool = False) -> int:
+        """Copies on a pipeline index of a stage's weights, or of those that are split `over_ep`."""
+        return self.dp * self.cp * self.tp // (self.ep_ranks if over_ep else self.tp)
 
-    def copy_of(self, rank: int, *, experts: bool = False) -> int:
+    def copy_of(self, rank: int, *, over_ep: bool = False) -> int:
         """Number of a rank's copy among them: those of one context-parallel group are
         neighbours."""
         block = self.dp * self.cp * self.tp
-        return rank % block // (self.expert_ranks if experts else self.tp)
+        return rank % block // (self.ep_ranks if over_ep else self.tp)
 
     def _along(self, at: Coordinates, axis: AxisName) -> range:
         """The line of ranks through `at` along `axis`: they are equally far apart."""

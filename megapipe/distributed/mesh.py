@@ -38,7 +38,7 @@ from megapipe.distributed.grid import AxisName as AxisName
 from megapipe.distributed.grid import Coordinates as Coordinates
 from megapipe.distributed.grid import Grid as Grid
 from megapipe.errors import LaunchError
-from megapipe.lived import await_keys
+from megapipe.util.lived import await_keys
 from megapipe.watch.journal import Journal, text
 
 SUSPENDED = datetime.timedelta(days=7)
@@ -253,22 +253,22 @@ class ParallelMesh:
 
     @functools.cached_property
     def ep(self) -> Axis:
-        """Ranks over which experts are split. All of them ask for it at once."""
-        return self.connected(self.group_of(self.grid.expert_peers(self.rank)))
+        """The ep x etp ranks that share what is split over ep. All of them ask for it at once."""
+        return self.connected(self.group_of(self.grid.ep_peers(self.rank)))
 
     @functools.cached_property
-    def expert_hops(self) -> tuple[Axis, Axis] | None:
+    def ep_hops(self) -> tuple[Axis, Axis] | None:
         """Of these, the ranks of this one's node, and those that have its place in each node; None
-        where tokens get to experts in one hop. All of them ask for it at once."""
+        where ``grid.node`` is. All of them ask for it at once."""
         if self.grid.node is None:
             return None
-        inner, outer = map(self.group_of, self.grid.expert_hops(self.rank))
+        inner, outer = map(self.group_of, self.grid.ep_hops(self.rank))
         return self.connected(inner), self.connected(outer)
 
     @functools.cached_property
     def etp(self) -> Axis:
-        """Ranks over which the inner width of the same experts is split. All of them ask for it at
-        once."""
+        """The etp ranks that have the same indices over ep, and split their width. All of them ask
+        for it at once."""
         size = self.grid.etp
         if self.grid.ep == 1:
             return self.ep

@@ -17,15 +17,15 @@ NCCL can be asked, so there a sent tensor is let go as soon as it is out.
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megapipe.distributed.gloo import complete
+from megapipe.distributed import gloo
 from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.lower import channel_rounds
@@ -176,8 +176,12 @@ class _Line:
         """Where the stages compute."""
         self.wire = wire
         """Where messages are sent from and received: gloo's go through host memory."""
-        self.complete = complete if wire.type == "cpu" else operator.methodcaller("wait")
-        """Waits for a message that has begun."""
+        self.moves = wire != device
+        """Whether that is elsewhere."""
+        self.words, self.at = ends.line.words, ends.line.at
+        """Where the journal counts exchanges: added to here, which costs no call."""
+        self.limit: Sequence[timedelta] = gloo.LIMIT if wire.type == "cpu" else ()
+        """Arguments of the wait for a message."""
 
 
 class _Outgoing(_Line):
@@ -192,12 +196,12 @@ class _Outgoing(_Line):
         """Messages sent and not known from acknowledgements to be received."""
 
     def send(self, message: Name, tensor: Tensor) -> None:
-        self._start(tensor.contiguous().to(self.wire))
-        self.unacknowledged += 1
-
-    def _start(self, tensor: Tensor) -> None:
-        self.sent = self.line.count()
+        tensor = tensor.contiguous()
+        if self.moves:
+            tensor = tensor.to(self.wire)
+        self.words[self.at] = self.sent = self.words[self.at] + 1
         self.under_way.append((self.group.send([tensor], self.peer, 0), tensor))
+        self.unacknowledged += 1
 
     def acknowledge(self, messages: int) -> None:
         self.unacknowledged -= messages
@@ -208,7 +212,7 @@ class _Outgoing(_Line):
         """Let go of the oldest message, once it is complete."""
         oldest = self.sent - len(self.under_way) + 1
         work, tensor = self.under_way.popleft()
-        self.line.wait(oldest, lambda: self.complete(work))
+        self.line.wait(oldest, work.wait, *self.limit)
         return tensor
 
     def finish(self) -> None:
@@ -261,9 +265,10 @@ class _Incoming(_Line):
         assert self.posted is not None
         work, buffer = self.posted
         self.posted = None
-        self.line.wait(self.line.count(), lambda: self.complete(work))
+        self.words[self.at] = number = self.words[self.at] + 1
+        self.line.wait(number, work.wait, *self.limit)
         self.expected.popleft()
-        return buffer.to(self.device)
+        return buffer.to(self.device) if self.moves else buffer
 
 
 _HEADER = 12
@@ -287,8 +292,8 @@ class _DebugOutgoing(_Outgoing):
 
     def send(self, message: Name, tensor: Tensor) -> None:
         header = _header(message, tensor.shape, tensor.dtype).to(self.wire)
-        # the header is of the message: both are received before either is acknowledged
-        self._start(header)
+        super().send(message, header)
+        self.unacknowledged -= 1  # it is acknowledged with its message
         super().send(message, tensor.clone())
 
     def release(self) -> Tensor:
@@ -317,7 +322,7 @@ class _DebugIncoming(_Incoming):
         assert self.posted is not None
         work, header = self.posted
         self.posted = None
-        self.line.wait(self.line.count(), lambda: self.complete(work))
+        self.line.wait(self.line.count(), work.wait, *self.limit)
         message, shape = self.expected.popleft()
         assert torch.equal(header.cpu(), _header(message, shape, self.dtype)), (
             f"rank {self.ranks[1 - self.peer]} expected {message} of shape {shape} from rank "
@@ -325,7 +330,7 @@ class _DebugIncoming(_Incoming):
         )
         buffer = _spoil(torch.empty(shape, dtype=self.dtype, device=self.wire))
         work = self.group.recv([buffer], self.peer, 0)
-        self.line.wait(self.line.count(), lambda: self.complete(work))
+        self.line.wait(self.line.count(), work.wait, *self.limit)
         return buffer.to(self.device)
 
 

@@ -28,6 +28,8 @@ from megapipe.schedule.program import Action, Do, Program
 from megapipe.watch.journal import Journal, text
 
 Call = Callable[[], None]
+Noted = tuple[bytes, bool, Call]
+"""Name of an action for the journal, whether it computes an operation, and its call."""
 
 
 class Synchroniser(Protocol):
@@ -112,10 +114,11 @@ class Executor:
         for place in last_gradients(program.actions).values():
             stage = program.actions[place].stage
             self._calls[place] = self._watched(self._calls[place], stage)
-        self._calls = [
-            self._noted(name_of(action), call)
-            for action, call in zip(program.actions, self._calls, strict=True)
+        self._notes = [
+            (text(name_of(action)), action.do == Do.COMPUTE and action.kind != Kind.U)
+            for action in program.actions
         ]
+        """Name of each action for the journal, and whether it computes an operation."""
         if wrap is not None:
             self._calls = list(map(wrap, program.actions, self._calls))
         self._next = 0
@@ -148,9 +151,9 @@ class Executor:
 
     def advance(self) -> None:
         """Run the next action."""
-        call = self._calls[self._next]
+        place = self._next
         self._next += 1
-        call()
+        self._run_all([(*self._notes[place], self._calls[place])])
 
     def finish(self) -> None:
         """End the step: all messages delivered, nothing left over."""
@@ -202,19 +205,35 @@ class Executor:
     def _run(self, *parts: int) -> None:
         """Run the prefix that can be undone (0), what follows it (1), or both."""
         for part in parts:
-            for call in self._parts[self._stepped][part]:
+            self._run_all(self._parts[self._stepped][part])
+
+    def _run_all(self, noted: Sequence[Noted]) -> None:
+        """Make the calls. Nothing but they costs a call of Python, unless somebody listens."""
+        note, own_time = self.journal.note, self.journal.own_time
+        if not own_time.on:
+            for name, _, call in noted:
+                note[:] = name
+                call()
+            return
+        for name, computes, call in noted:
+            note[:] = name
+            if computes:
+                own_time.operation(call)
+            else:
                 call()
 
-    def _cut(self) -> tuple[tuple[list[Call], list[Call]], tuple[list[Call], list[Call]]]:
+    def _cut(self) -> tuple[tuple[list[Noted], list[Noted]], tuple[list[Noted], list[Noted]]]:
         """Prefix and rest of the calls, without receives that are posted ahead and with them."""
         stop = 0 if self._speculation is None else self._speculation.actions
         posted = self._posts(stop)
-        ahead: tuple[list[Call], list[Call]] = [], []
-        for index, call in enumerate(self._calls):
+        plain = [(*note, call) for note, call in zip(self._notes, self._calls, strict=True)]
+        ahead: tuple[list[Noted], list[Noted]] = [], []
+        for index, (name, _, _) in enumerate(plain):
             own = ahead[index >= stop]
-            own += [self.channels.incoming[peer].post for peer in posted.get(index, ())]
-            own.append(call)
-        return (self._calls[:stop], self._calls[stop:]), ahead
+            for peer in posted.get(index, ()):
+                own.append((name, False, self.channels.incoming[peer].post))
+            own.append(plain[index])
+        return (plain[:stop], plain[stop:]), ahead
 
     def _posts(self, stop: int) -> dict[int, list[int]]:
         """The channels on which a receive is posted before an action, see :func:`posts`."""
@@ -234,18 +253,7 @@ class Executor:
             Kind.W: self._bind_weight_grad,
             Kind.R: self._bind_recompute,
         }[action.kind](action)
-        call = self.journal.own_time.of_operation(call)
         return call if self.recorder is None else self.recorder.timed(action, call)
-
-    def _noted(self, name: str, call: Call) -> Call:
-        """`call`, which the journal of this process tells of."""
-        does, noted = self.journal.does, text(name)
-
-        def run() -> None:
-            does(noted)
-            call()
-
-        return run
 
     def _watched(self, call: Call, stage: int) -> Call:
         """`call`, which tells the synchroniser of each weight gradient as it comes in."""

@@ -217,8 +217,7 @@ class Segment(Executor):
     def run_all(self) -> None:
         """Run the part that was entered. No receive is posted ahead where a pause has received some
         of the messages."""
-        for call in self._parts[self._stepped and self._all_come][1]:
-            call()
+        self._run_all(self._parts[self._stepped and self._all_come][1])
         self._stepped = True
 
     def ready(self) -> bool:

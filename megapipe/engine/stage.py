@@ -29,11 +29,9 @@ Key = tuple[int, int]
 """(micro-batch, slice) as the schedule numbers them."""
 
 
-class _InFlight(NamedTuple):
-    input: Tensor | Entrance | None
-    """Where the backward leaves the gradient of the input."""
-    edge: GradientEdge | None
-    """None where the output depends on no parameter and no input."""
+_InFlight = tuple[Tensor | Entrance | None, GradientEdge | None]
+"""Where the backward leaves the gradient of the input; and the output's edge, None where it depends
+on no parameter and no input."""
 
 
 class InFlight(NamedTuple):
@@ -124,7 +122,7 @@ class Stage:
             return self._emit(key, self._build(key, x, mb))
         assert mb.sequence_length is None, "a stage that recomputes takes whole sequences only"
         if self._keeps_attention:
-            mb = mb.with_results()
+            mb = mb.storing_for_recompute()
         self._inputs[key] = x, mb
         with torch.no_grad():
             return self._emit(key, self.module(x, mb))
@@ -180,10 +178,11 @@ class Stage:
             x = source.of(x)
         elif x is not None:
             source = x = x.detach().requires_grad_()
-        y = self.module(x, mb, self._cache_of(key, mb), graph_only=graph_only)
+        cache = self._cache_of(key, mb) if key[1] or mb.sequence_length is not None else None
+        y = self.module(x, mb, cache, graph_only=graph_only)
         root = y * mb.scale if self.is_last else y
         edge = get_gradient_edge(root) if root.requires_grad else self._no_edge()
-        self._in_flight[key] = _InFlight(source, edge)
+        self._in_flight[key] = source, edge
         return y.detach()
 
     def _no_edge(self) -> GradientEdge | None:
@@ -195,13 +194,12 @@ class Stage:
             )
         return None
 
-    def _cache_of(self, key: Key, mb: MicroBatch) -> KVCache | None:
+    def _cache_of(self, key: Key, mb: MicroBatch) -> KVCache:
         microbatch, slice_ = key
-        if mb.sequence_length is None:
-            assert slice_ == 0, f"slice {slice_} is of a sequence whose length is not given"
-            return None
+        length = mb.sequence_length
+        assert length is not None, f"slice {slice_} is of a sequence whose length is not given"
         if slice_ == 0:
-            self._caches[microbatch] = KVCache(mb.sequence_length)
+            self._caches[microbatch] = KVCache(length)
         return self._caches[microbatch]
 
     def _emit(self, key: Key, y: Message) -> Message:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megapipe.config.data import DataConfig
 from megapipe.data import corpus
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.given import is_given
@@ -13,7 +14,6 @@ from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import without_suffix
 from megapipe.data.tokens.verify import verify
-from megapipe.data_config import DataConfig
 
 
 @dataclass(frozen=True)

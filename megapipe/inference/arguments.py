@@ -6,10 +6,10 @@ import argparse
 import contextlib
 from typing import TYPE_CHECKING
 
-from megapipe import heartbeat
 from megapipe.command_line import Parser, phase
 from megapipe.errors import ConfigError
 from megapipe.inference.job import add_layout
+from megapipe.util import heartbeat
 
 if TYPE_CHECKING:
     from megapipe.inference.model import Model
@@ -42,7 +42,7 @@ def model_of(given: argparse.Namespace) -> Model:
     Raises a :class:`~megapipe.errors.MegapipeError` for one that cannot be had.
     """
     from megapipe.inference.model import load_model
-    from megapipe.train.resume import find_weights
+    from megapipe.train.resume.choose import find_weights
 
     if given.context is not None and given.context < 1:
         raise ConfigError(f"--context {given.context}: expected at least 1")

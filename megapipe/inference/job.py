@@ -28,7 +28,7 @@ from megapipe.launch.place import LaunchInfo
 from megapipe.launch.shutdown import Shutdown, end_early, end_now, interrupt_early
 from megapipe.launch.signals import Interrupts
 from megapipe.observe.provenance import package_hash
-from megapipe.retries import be_quiet
+from megapipe.util.retries import be_quiet
 from megapipe.words import counted
 
 if TYPE_CHECKING:

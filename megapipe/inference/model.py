@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megapipe.checkpoint.stateful import Weights
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather
 from megapipe.distributed.mesh import ParallelMesh
@@ -17,7 +18,6 @@ from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.ops.documents import Documents, document_ids, positions_in
-from megapipe.train.checkpoint_io import Weights
 
 
 class Model:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from megapipe.checkpoint.stateful import Weights
 from megapipe.cli import stored_lora, stored_model
+from megapipe.config.data import DataConfig
+from megapipe.config.model import ModelConfig
 from megapipe.convert.adopt import has_tokenizer
 from megapipe.convert.export import GENERATION
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
 from megapipe.layers.lora_specs import Lora
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.train.checkpoint_io import Weights
 
 _READ = ("samples", "document_mask", "reset_positions", "chat_template")
 """Keys of ``data`` by which a model reads texts."""
@@ -75,7 +75,7 @@ class Source:
         known = {key: stored[f"data.{key}"] for key in _READ if f"data.{key}" in stored}
         return cls(
             model=model,
-            lora=stored_lora(stored).adapters,
+            lora=Lora.of(stored_lora(stored)),
             tokenizer=loaded,
             context=length,
             opening=(loaded.eod,) if of_run else loaded.opening,

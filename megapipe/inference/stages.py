@@ -9,18 +9,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megapipe.checkpoint.regions import whole
+from megapipe.checkpoint.stateful import Weights
+from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.experts import Experts
 from megapipe.layers.lora_specs import Lora
-from megapipe.layers.moe_specs import bias_name
+from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.specs import bias_name
 from megapipe.layers.parameter import spec_of
 from megapipe.layout.family import make_family
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.interface import Conditions, Family, StageModule
 from megapipe.model.partition import StageSpec, balanced, parse_layout
 from megapipe.optim.buffers import owned_parameters
 from megapipe.schedule.placement import loop
-from megapipe.train.checkpoint_io import Weights, read_region
+from megapipe.train.checkpoint_io import read_region
 
 OPTIONS = {
     "parallel.tp": "--tp",

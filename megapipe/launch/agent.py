@@ -13,11 +13,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 
-from megapipe.answers import Mute, within
 from megapipe.launch.forks import Forks
 from megapipe.launch.ranks import exit_code
 from megapipe.launch.rendezvous import of_ranks
 from megapipe.launch.shutdown import FAILED, claim
+from megapipe.util.answers import Mute, within
 
 ANSWER_S = 0.5
 """How long the store may take to answer; without an answer a job goes on to end, or to start again.

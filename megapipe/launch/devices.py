@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megapipe.errors import ConfigError, LaunchError
 from megapipe.launch.place import LaunchInfo
-from megapipe.lived import await_keys
+from megapipe.util.lived import await_keys
 from megapipe.words import counted
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from megapipe.launch.affinity import near
 from megapipe.launch.devices import Cuda, pci_address
 from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.open_files import USUAL
-from megapipe.paths import temporary_folder_problem
+from megapipe.util.paths import temporary_folder_problem
 from megapipe.words import print_folded
 
 OLDEST_TORCH = (2, 10)

@@ -31,8 +31,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from megapipe import heartbeat
-from megapipe.answers import Mute, within
 from megapipe.errors import LaunchError
 from megapipe.launch.endpoints import Endpoint, Nodes
 from megapipe.launch.listening import (
@@ -46,6 +44,8 @@ from megapipe.launch.listening import (
 )
 from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.stores import ANSWER_S, open_tcp_store
+from megapipe.util import heartbeat
+from megapipe.util.answers import Mute, within
 from megapipe.words import counted
 
 LOOK_S = 0.25

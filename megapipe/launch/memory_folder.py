@@ -17,7 +17,7 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
 
-from megapipe import heartbeat
+from megapipe.util import heartbeat
 
 ENVIRONMENT = "MEGAPIPE_MEMORY"
 ROOT = Path("/dev/shm")

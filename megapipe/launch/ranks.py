@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megapipe.processes import is_stopped
+from megapipe.util.processes import is_stopped
 
 LOOK_S = 0.25
 LATE_S = 1.0

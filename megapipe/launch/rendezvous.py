@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megapipe import heartbeat
-from megapipe.answers import Mute
 from megapipe.errors import ConfigError, DataError, LaunchError
 from megapipe.launch.listening import (
     STORE,
@@ -33,8 +31,10 @@ from megapipe.launch.listening import (
 from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.place import LaunchInfo, spare_threads
 from megapipe.launch.stores import open_tcp_store
-from megapipe.lived import await_keys
-from megapipe.processes import machine
+from megapipe.util import heartbeat
+from megapipe.util.answers import Mute
+from megapipe.util.lived import await_keys
+from megapipe.util.processes import machine
 from megapipe.words import ranges
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from megapipe.launch.deadline import unless_within
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
 from megapipe.launch.speaking import is_speaker, speaks_alone
-from megapipe.paths import temporary_folder_problem
+from megapipe.util.paths import temporary_folder_problem
 
 if TYPE_CHECKING:
     from torch.distributed import Store

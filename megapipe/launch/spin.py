@@ -53,7 +53,7 @@ def calls(device: torch.device) -> Iterator[Call]:
     yield Call("attention of another length", lambda: attention(512))
     yield Call("the first norm", lambda: functional.rms_norm(q, (128,)))
     yield Call("another matrix product", lambda: torch.mm(q[0, 0], q[0, 0].t()))
-    for rows in (24, 8192):  # those of an expert differ in each micro-batch
+    for rows in (24, 8192):  # their number may differ in each micro-batch
         x = torch.randn(rows, 128, device=device, dtype=narrow)
         yield Call(f"a matrix product of {rows} rows", lambda x=x: torch.mm(x, q[0, 0].t()))  # type: ignore[misc]
 

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from megapipe.answers import Mute, within
+from megapipe.util.answers import Mute, within
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

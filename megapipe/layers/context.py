@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megapipe.context.positions import Positions
+from megapipe.context.tensors import split_groups
 from megapipe.distributed.axis import Axis
 from megapipe.layers.block_calls import Rows
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.reshard import reshard
 from megapipe.layers.ring_attention import Ring, ring_attention
+from megapipe.layers.scratch import ScratchKey
 from megapipe.ops.scores import Scores
+
+ATTENTION = ScratchKey[tuple[Tensor, Tensor]]("results of attention")
+"""Output and LSE of a first forward, which its recomputation takes out."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,14 @@ class Context:
         queries = tuple(block.rows(start, stop) for block in blocks)
         keys = tuple(block.rows(0, stop) for block in blocks)
         rows = Rows(queries, keys, scores.of_heads(self.ulysses.index, n), mb.documents)
-        known = None if mb.results is None else mb.results.pop(layer, None)
+        stored = None if mb.recompute_scratch is None else mb.recompute_scratch.by_layer(ATTENTION)
+        known = None if stored is None else stored.pop(layer, None)
         y, results = ring_attention(q, k, v, self.ring, rows, known)
-        if mb.results is not None and known is None:
-            mb.results[layer] = results
+        if stored is not None and known is None:
+            stored[layer] = results
         return reshard(y, 0, 2, self.ulysses)
 
     def _enough(self, x: Tensor) -> Tensor:
         """Keys or values with a head for each rank that splits them: copies, if there are fewer."""
-        copies = self.ulysses.size // x.shape[2]
+        copies = split_groups(x.shape[2], self.ulysses.size) // x.shape[2]
         return x.repeat_interleave(copies, dim=2) if copies > 1 else x

@@ -6,8 +6,10 @@ Nothing here needs torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import sqrt
 from typing import NamedTuple
 
+from megapipe.config.lora import LoraConfig
 from megapipe.layers.specs import ParameterSpec
 
 
@@ -19,6 +21,14 @@ class Lora(NamedTuple):
     """Of the product of an adapter's matrices, before it is added."""
     targets: tuple[str, ...]
     """Linear layers, or parts of them, that have an adapter, by the family's names."""
+
+    @classmethod
+    def of(cls, config: LoraConfig) -> Lora | None:
+        """Return the adapters that `lora.*` asks for, if any; its `targets` are to be resolved."""
+        if config.rank is None:
+            return None
+        scale = config.alpha / (sqrt(config.rank) if config.rslora else config.rank)
+        return cls(config.rank, scale, tuple(config.targets))
 
 
 class Rows(NamedTuple):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megapipe.context.positions import Positions
 from megapipe.context.split import HeldPositions
-from megapipe.layers.earlier_slices import EarlierSlices
-from megapipe.layers.routing import Chosen
+from megapipe.layers.scratch import Scratch
 from megapipe.ops.documents import Documents
 
 
@@ -52,19 +51,17 @@ class MicroBatch:
     sequence_length: int | None = None
     """Positions of the whole sequence that are here, given where it is cut into slices."""
 
-    results: dict[int, tuple[Tensor, Tensor]] | None = None
-    """By layer, what attention has found in a first run of what is run again: output and LSE, taken
-    out by the second. None: nothing is to be kept."""
-    choices: dict[int, Chosen] = field(default_factory=dict)
-    """By layer, the experts chosen in a first run of what is run again, taken out by the last."""
-    earlier: dict[int, EarlierSlices] | None = None
-    """By layer, what routing knows of the slices so far, which share it; None: whole sequences."""
-    loads: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, numbers of routing: :func:`megapipe.layers.routing.load`."""
+    scratch: Scratch = field(default_factory=Scratch, compare=False)
+    """Values of layers, kept until the step ends."""
+    sequence_scratch: Scratch | None = field(default=None, compare=False)
+    """Values of layers that all slices of the same sequences share; None: sequences are whole."""
+    recompute_scratch: Scratch | None = field(default=None, compare=False)
+    """Values that a first forward stores for its recomputation, freed with the graph; None where
+    nothing is to be stored."""
 
-    def with_results(self) -> MicroBatch:
-        """The same, that keeps results of attention from a first run for a second."""
-        return replace(self, results={})
+    def storing_for_recompute(self) -> MicroBatch:
+        """Return the same micro-batch with an empty `recompute_scratch`."""
+        return replace(self, recompute_scratch=Scratch())
 
     def here(self, rows: int) -> Positions:
         """The positions of so many rows of hidden states."""

@@ -1,17 +1,17 @@
 """The parameters of a rank: its regions of global tensors.
 
-A rank has one region of a tensor, but of experts a few: their numbers need not be neighbours, and
-change when experts move (:mod:`megapipe.layers.expert_owners`). Whoever saves, loads or compares
-values asks :meth:`LocalParameter.placed`.
+A rank has one region of a tensor, or some indices of its first dimension that need not be
+neighbours and may change (:class:`OwnedIndices`). Whoever saves, loads or compares values asks
+:meth:`LocalParameter.placed`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from torch.nn import Parameter
 
 from megapipe.checkpoint.regions import Region, intersect, whole
 from megapipe.distributed.mesh import Axis
-from megapipe.layers.dispatch import Form
-from megapipe.layers.expert_owners import ExpertOwners
 from megapipe.layers.rng import draw_normal, draw_uniform
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.weight_grad import WeightGradQueue
@@ -46,14 +44,6 @@ class Sharding:
 
     sequence: Axis = field(default_factory=Axis.alone)
     """The ranks with parts of the same sequences, which are of tp and of cp."""
-    ep: Axis = field(default_factory=Axis.alone)
-    """The ranks over which experts are split, ep x etp."""
-    etp: int = 1
-    """Neighbours among them that have parts of the same experts."""
-    form: Form = field(default_factory=Form)
-    """How tokens get to their experts."""
-    bandwidths: Sequence[float] | None = None
-    """From this rank to each of `ep`, for the balance term; None: all count alike there."""
     copy: int = 0
     """Which of the tensor-parallel ranks that compute the same this is, where `tp` is one alone."""
 
@@ -67,6 +57,13 @@ class Sharding:
         return self.sequence_parallel and self.tp.size > 1
 
 
+class OwnedIndices(Protocol):
+    """Indices of the first dimension of a tensor that a rank owns, which may change."""
+
+    def runs(self) -> Iterator[range]:
+        """Yield the indices in order, neighbouring ones together."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalParameter(ParameterSpec):
     """A parameter, and the region of it that this rank holds.
@@ -76,15 +73,15 @@ class LocalParameter(ParameterSpec):
     """
 
     offsets: tuple[int, ...]
-    """Where the region begins; 0 in dimension 0 of experts, whose numbers `owners` has."""
+    """Where the region begins; 0 in the first dimension where `owners` has the indices."""
     sizes: tuple[int, ...]
-    owners: ExpertOwners | None = field(default=None, compare=False, repr=False)
-    """Of experts: which of them the rank has."""
+    owners: OwnedIndices | None = field(default=None, compare=False, repr=False)
+    """Indices of the first dimension that the rank has, of a parameter that is split over ep."""
     counted: bool = True
-    """This rank counts what it owns of it in norms and writes it to checkpoints: among the tp ranks
-    that hold the same values only the first does, and of experts among those of etp."""
+    """This rank counts what it owns of it in norms and writes it to checkpoints: of the ranks of
+    tp or etp that hold the same values only the first does."""
 
-    @property
+    @cached_property
     def partial(self) -> bool:
         """Whether this rank's gradient is one of the parts that are summed over tp."""
         return self.sequence_partial or self.heads_partial
@@ -139,36 +136,36 @@ def _added(to: tuple[int, ...], more: tuple[int, ...], less: tuple[int, ...]) ->
 
 
 def local_parameter(
-    sharding: Sharding, spec: ParameterSpec, owners: ExpertOwners | None = None
+    sharding: Sharding,
+    spec: ParameterSpec,
+    region: tuple[tuple[int, ...], tuple[int, ...]],
+    counted: bool,
+    owners: OwnedIndices | None = None,
 ) -> LocalParameter:
-    """A parameter with the region of it that this rank holds; of experts `owners` says which."""
-    assert spec.experts == (owners is not None), spec.name
-    tp, ep, etp = sharding.tp, sharding.ep, sharding.etp
-    sizes = spec.local_shape(tp.size, ep.size // etp, etp)
-    offsets = [0] * len(spec.shape)
-    inner = ep.index % etp
-    if spec.inner_dim is not None:
-        offsets[spec.inner_dim] = sizes[spec.inner_dim] * inner
-    if spec.split_dim is not None:
-        offsets[spec.split_dim] = sizes[spec.split_dim] * tp.index
+    """Describe a parameter of which this rank holds the `region` of these offsets and sizes."""
     given = {field.name: getattr(spec, field.name) for field in fields(ParameterSpec)}
     given["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
-    given["heads_partial"] = spec.heads_partial and tp.size > 1
-    first = inner == 0 if spec.experts else tp.index == sharding.copy == 0
-    counted = spec.split or first
-    return LocalParameter(
-        **given, offsets=tuple(offsets), sizes=sizes, owners=owners, counted=counted
-    )
+    given["heads_partial"] = spec.heads_partial and sharding.tp.size > 1
+    offsets, sizes = region
+    return LocalParameter(**given, offsets=offsets, sizes=sizes, owners=owners, counted=counted)
 
 
-def new_parameter(
-    sharding: Sharding, spec: ParameterSpec, owners: ExpertOwners | None = None
-) -> Parameter:
-    """A parameter without storage yet: :mod:`megapipe.optim.buffers` gives it its place."""
-    local = local_parameter(sharding, spec, owners)
-    parameter = Parameter(torch.empty(local.sizes, dtype=sharding.dtype, device="meta"))
+def make_parameter(local: LocalParameter, dtype: torch.dtype) -> Parameter:
+    """Make a parameter without storage yet: :mod:`megapipe.optim.buffers` gives it its place."""
+    parameter = Parameter(torch.empty(local.sizes, dtype=dtype, device="meta"))
     cast(Any, parameter).spec = local
     return parameter
+
+
+def new_parameter(sharding: Sharding, spec: ParameterSpec) -> Parameter:
+    """Make a parameter that is split over tp, or held by each of its ranks, without storage yet."""
+    tp, sizes = sharding.tp, spec.local_shape(sharding.tp.size)
+    offsets = [0] * len(sizes)
+    if spec.split_dim is not None:
+        offsets[spec.split_dim] = sizes[spec.split_dim] * tp.index
+    counted = spec.split or tp.index == sharding.copy == 0
+    region = tuple(offsets), sizes
+    return make_parameter(local_parameter(sharding, spec, region, counted), sharding.dtype)
 
 
 def spec_of(parameter: Parameter) -> LocalParameter:

@@ -62,7 +62,7 @@ def recompute_but_attention(
     2310.03294)."""
     assert not graph_only, "a segment that is run again holds a segment that is, too"
     mb, *others = rest
-    return _Recomputed.apply(x, segment, (mb.with_results(), *others))
+    return _Recomputed.apply(x, segment, (mb.storing_for_recompute(), *others))
 
 
 class _Recomputed(Function):

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megapipe.context.plan import UNDER_WAY, Kind, Message, Part, Plan
+from megapipe.context.plan import UNDER_WAY, Kind, Message, Part, Plan, What
+from megapipe.context.tensors import RingTensors
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, reduce_scatter
 from megapipe.distributed.exchange import Exchange, Letter, start_exchange
@@ -96,14 +97,19 @@ class _Run(ABC):
     no message, only what is queued on the GPU does.
     """
 
+    backward: ClassVar[bool]
+    """Whether it runs the plan of the backward."""
+
     def __init__(
         self,
         ring: Ring,
         rows: Rows,
         plan: Plan,
         parts: Sequence[Part],
+        own: Mapping[Kind, Tensors],
     ) -> None:
         self.ring, self.rows, self.plan = ring, rows, plan
+        self._own = own
         self.me = ring.axis.index
         part = parts[self.me]
         self.pairs, self.messages = part.pairs, () if ring.gathers else part.messages
@@ -164,7 +170,7 @@ class _Run(ABC):
         ]
         while len(self._sent) >= UNDER_WAY:
             self._sent.pop(0).sent()
-        expected = {m: self.memory(m) for m in messages if m.target == self.me}
+        expected = {m: self.memory(m.what, m.kind) for m in messages if m.target == self.me}
         receives = [
             Letter(tensor, message.source)
             for message, tensors in expected.items()
@@ -185,6 +191,13 @@ class _Run(ABC):
         """Of kernels, for the scores of a pair of bundles."""
         return self.rows.calls(queries, keys, self.ring.kernel, self.ring.packed)
 
+    def memory(self, what: What, kind: Kind) -> Tensors:
+        """Allocate the tensors of a message."""
+        (q, *_), (k, *_) = self._own["queries"], self._own["keys"]
+        tensors = RingTensors(q.shape, k.shape).carried(what, kind, backward=self.backward)
+        types = {False: q.dtype, True: accumulation(q.dtype)}
+        return tuple(torch.empty(x.shape, dtype=types[x.main], device=q.device) for x in tensors)
+
     @abstractmethod
     def own(self, kind: Kind) -> Tensors:
         """This rank's bundle."""
@@ -197,15 +210,13 @@ class _Run(ABC):
     def content(self, message: Message) -> Tensors:
         """The tensors that this rank sends."""
 
-    @abstractmethod
-    def memory(self, message: Message) -> Tensors:
-        """Memory for what it will receive."""
-
 
 class _Forward(_Run):
+    backward = False
+
     def __init__(self, ring: Ring, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(ring, rows, ring.forward, ring.forward.forward_parts)
-        self._own: dict[Kind, Tensors] = {"queries": (q,), "keys": (k, v)}
+        own: dict[Kind, Tensors] = {"queries": (q,), "keys": (k, v)}
+        super().__init__(ring, rows, ring.forward, ring.forward.forward_parts, own)
         self._results: dict[int, Tensors] = {}
         """By home of queries: output [s, b, heads, d] and LSE [b, heads, s] so far."""
 
@@ -235,8 +246,8 @@ class _Forward(_Run):
 
     def _result(self, queries: int) -> Tensors:
         if queries not in self._results:
-            (q,) = self._own["queries"]
-            self._results[queries] = _nothing(q)
+            out, lse = self.memory("partial", "queries")
+            self._results[queries] = out.zero_(), lse.fill_(float("-inf"))  # nothing seen yet
         return self._results[queries]
 
     def content(self, message: Message) -> Tensors:
@@ -245,14 +256,10 @@ class _Forward(_Run):
         self._result(message.home)
         return self._results.pop(message.home)
 
-    def memory(self, message: Message) -> Tensors:
-        if message.what == "bundle":
-            return tuple(map(_like, self._own[message.kind]))
-        (q,) = self._own["queries"]
-        return _nothing(q)
-
 
 class _Backward(_Run):
+    backward = True
+
     def __init__(
         self,
         ring: Ring,
@@ -264,8 +271,8 @@ class _Backward(_Run):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        super().__init__(ring, rows, ring.backward, ring.backward.backward_parts)
-        self._own: dict[Kind, Tensors] = {"queries": (q, grad, lse), "keys": (k, v)}
+        own: dict[Kind, Tensors] = {"queries": (q, grad, lse), "keys": (k, v)}
+        super().__init__(ring, rows, ring.backward, ring.backward.backward_parts, own)
         self._out = out
         self._grads: dict[Bundle, Tensors] = {}
         """Sums so far of q's, or of k's and v's, in the type of accumulation."""
@@ -312,8 +319,7 @@ class _Backward(_Run):
 
     def _grads_of(self, kind: Kind, home: int) -> Tensors:
         if (kind, home) not in self._grads:
-            like = self._own[kind][:1] if kind == "queries" else self._own[kind]
-            self._grads[kind, home] = tuple(_like(x, wide=True).zero_() for x in like)
+            self._grads[kind, home] = tuple(x.zero_() for x in self.memory("gradient", kind))
         return self._grads[kind, home]
 
     def _sum(self, kind: Kind, home: int) -> Tensors:
@@ -329,24 +335,3 @@ class _Backward(_Run):
         if message.what == "bundle":
             return self.bundle(message.kind, message.home)
         return self._sum(message.kind, message.home)
-
-    def memory(self, message: Message) -> Tensors:
-        own = self._own[message.kind]
-        of_queries = message.kind == "queries"
-        if message.what == "bundle":
-            dots = (own[0].new_empty(own[0].shape[:-1], dtype=accumulation(own[0].dtype)),)
-            return (*map(_like, own), *(dots if of_queries else ()))
-        return tuple(_like(x, wide=True) for x in (own[:1] if of_queries else own))
-
-
-def _like(x: Tensor, *, wide: bool = False) -> Tensor:
-    """Memory for a tensor of this shape; `wide`: in the type of accumulation."""
-    dtype = accumulation(x.dtype) if wide else x.dtype
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-def _nothing(q: Tensor) -> Tensors:
-    """Output and LSE of queries that have seen nothing."""
-    s, b, heads, _ = q.shape
-    out = _like(q, wide=True).zero_()
-    return out, out.new_full((b, heads, s), float("-inf"))

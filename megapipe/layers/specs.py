@@ -71,10 +71,11 @@ class ParameterSpec:
     by_autograd: bool = False
     """Autograd itself computes the gradient, within ``I``; the others' are queued for ``W``."""
     inner_dim: int | None = None
-    """Of experts, the dimension split over etp; None: every rank of etp holds all of it."""
-    experts: bool = False
-    """It is of all experts of a layer, its first dimension, which is split over ep. Its gradient is
-    summed over all ranks with the same experts, whichever tokens they have, tp ranks among them."""
+    """Of what is split over ep, the dimension split over etp; None: every rank of etp holds all."""
+    over_ep: bool = False
+    """Its first dimension, each index of which is a tensor by itself, is split over ep. Gradients
+    are summed over all ranks with the same indices, whichever tokens they have, tp ranks among
+    them."""
     tied: bool = False
     """Another stage may use the same tensor: gradients of all uses are added."""
     use: int = 0
@@ -97,7 +98,7 @@ class ParameterSpec:
     def local_shape(self, tp: int, ep: int = 1, etp: int = 1) -> tuple[int, ...]:
         """The shape of one rank's region, padding included."""
         local = list(self.shape)
-        if self.experts:
+        if self.over_ep:
             assert local[0] % ep == 0, f"{self.name}: {local[0]} over ep {ep}"
             local[0] //= ep
         if self.inner_dim is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from megapipe.config import ActivationsConfig
+from megapipe.config.activations import ActivationsConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.model.interface import Repeated

@@ -2,27 +2,27 @@
 
 from collections.abc import Callable
 
-from megapipe.config import (
+from megapipe.config.activations import ActivationsConfig
+from megapipe.config.config import (
     USUAL_WARMUP,
-    ActivationsConfig,
     Config,
     LogConfig,
     OptimizerConfig,
     TrainConfig,
 )
-from megapipe.dtypes import Dtype
+from megapipe.config.keys import texts_of
+from megapipe.config.update_rules import RULES, declaration
 from megapipe.errors import ConfigError
-from megapipe.keys import texts_of
 from megapipe.layout.data_checks import check_data
 from megapipe.layout.devices import device
-from megapipe.layout.expert_checks import check_experts
 from megapipe.layout.key_effects import check_kernels
 from megapipe.layout.lr_plan import LearningRatePlan, warms_up
+from megapipe.layout.moe.checks import check_experts
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.interface import Family, Feature
 from megapipe.model.own_loss import load_loss
-from megapipe.update_rules import RULES, declaration
-from megapipe.urls import check_folder, check_url, is_remote
+from megapipe.util.dtypes import Dtype
+from megapipe.util.urls import check_folder, check_url, is_remote
 from megapipe.words import choices, counted, either, multiples, plural
 
 

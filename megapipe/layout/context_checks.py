@@ -1,15 +1,13 @@
-"""Keys that do not go together with context parallelism, or do nothing without it."""
+"""Keys that do not go together with context parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from megapipe.config import ActivationsConfig, Config
+from megapipe.config.config import Config
+from megapipe.config.context import ContextConfig
 from megapipe.context.split import Split
-from megapipe.context_config import TURNED, ContextConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.policy import Span
-from megapipe.unused_keys import Need, refuse_without
 from megapipe.words import choices, either, multiples
 
 WITH_LSE = ("auto", "flash", "efficient", "cudnn", "flash_attn")
@@ -37,10 +35,8 @@ def split_of(config: Config) -> Split:
 
 
 def check_context(config: Config, split: Split, slices: int) -> None:
-    """Raise :class:`ConfigError` for what context parallelism cannot do, or where a key of it has
-    no effect."""
+    """Raise :class:`ConfigError` for what context parallelism cannot do."""
     context, where = config.context, f"parallel.cp={split.cp}"
-    _check_effect(context, split)
     if split.cp == 1 and config.activations.keep_attention:
         where = "activations.keep_attention=true"
     elif split.cp == 1:
@@ -68,37 +64,6 @@ def check_context(config: Config, split: Split, slices: int) -> None:
             f"{where}: kernels.attention={kernel} has no scores that are soft-capped or less by "
             "distance (model.attention_softcap, model.positions=alibi): expected auto"
         )
-
-
-def check_keep_attention(
-    activations: ActivationsConfig, spans: Sequence[Sequence[Span]], again: Collection[int]
-) -> None:
-    """Refuse to keep results for a second run where nothing that attends is run again."""
-    policies = [span.policy for stage in spans for span in stage]
-    attends = any({"block", "attention"} & policy.recompute for policy in policies)
-    if activations.keep_attention and not (attends or again):
-        raise ConfigError(
-            "activations.keep_attention=true has no effect where attention is not run again: "
-            "expected false, or activations.policy=full, stage or selective with attention"
-        )
-
-
-def _check_effect(context: ContextConfig, split: Split) -> None:
-    """Refuse keys that would do nothing."""
-    in_ring, both = split.ring > 1, split.ring > 1 and split.ulysses > 1
-    ring = f"a ring of ranks (parallel.cp / context.ulysses is {split.ring})"
-    needs: list[Need] = [
-        (["plan", "order"], in_ring, ring),
-        (["inner"], context.plan == "double_ring", "context.plan=double_ring"),
-        (["team"], context.plan == "teams", "context.plan=teams"),
-        (
-            ["travels"],
-            in_ring and context.plan in TURNED,
-            f"a ring of ranks and context.plan={' or '.join(TURNED)}",
-        ),
-        (["ranks"], both, "both a ring of ranks and context.ulysses above 1"),
-    ]
-    refuse_without("context", context, needs)
 
 
 def _check_plan(context: ContextConfig, split: Split) -> None:

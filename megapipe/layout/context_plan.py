@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.context import TURNED
 from megapipe.context import plans
-from megapipe.context.plan import Message, Part, Plan, PlanError
+from megapipe.context.plan import Kind, Message, Part, Plan, PlanError
 from megapipe.context.split import Split
-from megapipe.context_config import TURNED
-from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.context.tensors import RingTensors, size_of, split_groups
 from megapipe.errors import ConfigError
-from megapipe.user_code import UserCode, is_user_code
+from megapipe.util.user_code import UserCode, is_user_code
 
 Pass = Literal["F", "I"]
 """Forward and backward of attention, by the operation that they are part of."""
@@ -97,19 +97,25 @@ def _own_plan(spec: str, n: int) -> Plan:
 
 
 def queries_travel(config: Config, split: Split) -> bool:
-    """Whether in the backward queries go around; else keys do.
-
-    By bytes of a position: keys are K and V with their gradients in the main type, queries are Q,
-    the gradient of the output, two values for each head, and the gradient of Q (BurstAttention,
-    2403.09347).
-    """
+    """Whether in the backward queries go around with their gradients, and not keys, by default
+    since these are fewer bytes (BurstAttention, 2403.09347)."""
     if config.context.travels != "auto":
         return config.context.travels == "queries"
-    model, tp = config.model, config.parallel.tp
+    tensors = ring_tensors(config, split)
+
+    def size(kind: Kind) -> int:
+        bundle = tensors.carried("bundle", kind, backward=True)
+        gradient = tensors.carried("gradient", kind, backward=True)
+        return size_of(bundle + gradient, config.model.dtype)
+
+    return size("queries") < size("keys")
+
+
+def ring_tensors(config: Config, split: Split) -> RingTensors:
+    """Describe the tensors of a micro-batch whose sequences are not cut into slices."""
+    model, tp, n = config.model, config.parallel.tp, split.ulysses
     assert model.kv_heads is not None
     assert model.head_dim is not None
-    heads = model.heads // tp // split.ulysses
-    groups = max(model.kv_heads // tp, split.ulysses) // split.ulysses
-    size, main = DTYPE_BYTES[model.dtype], main_bytes(model.dtype)
-    keys = 2 * groups * model.head_dim * (size + main)
-    return heads * (model.head_dim * (2 * size + main) + 2 * main) < keys
+    rows = config.train.sequence_length // split.ring, config.train.microbatch
+    heads, groups = model.heads // tp // n, split_groups(model.kv_heads // tp, n) // n
+    return RingTensors((*rows, heads, model.head_dim), (*rows, groups, model.head_dim))

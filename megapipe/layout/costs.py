@@ -1,13 +1,14 @@
 """Costs of each stage's operations, as the model's family counts them.
 
-These are the costs by which layers are shared out (:mod:`megapipe.model.partition`), orders are
-made for stages that differ, and the plan is drawn and timed.
+By them layers are shared out (:mod:`megapipe.model.partition`) and orders are made for stages that
+differ, before a stage can be built. A plan is drawn and timed by what a run of the stages computes
+(:mod:`megapipe.plan.pace`).
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layers.policy import Span
 from megapipe.layout.activations import repeated, stage_spans
 from megapipe.layout.cuts import slice_time

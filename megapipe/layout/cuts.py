@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from functools import cache
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import length_multiple, split_of
 from megapipe.layout.slice_time import SliceTime

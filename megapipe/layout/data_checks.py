@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megapipe import unused_keys
+from megapipe.config import unused_keys
+from megapipe.config.data import DataConfig, source_key
+from megapipe.config.unused_keys import refuse_unused
 from megapipe.data import given, own
 from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.mixture import weight_plan
 from megapipe.data.row_keys import check_fields, no_rows, unread_keys
 from megapipe.data.split import split_ranges
-from megapipe.data_config import DataConfig, source_key
 from megapipe.errors import ConfigError
-from megapipe.unused_keys import refuse_unused
-from megapipe.user_code import is_source
+from megapipe.util.user_code import is_source
 from megapipe.words import together
 
 MOST_SOURCES = 255
@@ -31,8 +31,6 @@ def check_data(data: DataConfig) -> None:
         )
     if data.split is not None:
         split_ranges(data.split, 0)
-    if not data.masks_documents:
-        refuse_unused("data", data, ["reset_positions"], "without data.document_mask=true")
     _check_fraction(data)
     if data.samples == "megatron":
         _check_megatrons(data)
@@ -77,7 +75,6 @@ def _sources(data: DataConfig) -> Iterator[tuple[str, DataConfig]]:
 def _check_mixture(data: DataConfig) -> None:
     mixture = data.mixture
     if not mixture:
-        refuse_unused("data", data, ["temperature"], "without data.mixture")
         return
     if data.source != DataConfig.model_fields["source"].default:
         raise ConfigError(
@@ -123,7 +120,6 @@ def _check_megatrons(data: DataConfig) -> None:
 
 def _check_fim(data: DataConfig) -> None:
     if not data.fim_rate:
-        refuse_unused("data", data, ["fim_tokens", "fim_spm_rate"], "without data.fim_rate above 0")
         return
     if data.samples not in ("stateless", "packed"):
         raise ConfigError(

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layout.layout import DeviceKind
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.launch.endpoints import Nodes
+from megapipe.layout.measurements import Measurements
 from megapipe.layout.others import replica_size, with_layout
-from megapipe.layout.resolve import FreedShare, resolve
+from megapipe.layout.resolve import resolve
 from megapipe.words import counted
 
 
@@ -17,12 +18,12 @@ def check_layouts(
     world: int,
     *,
     where: str = "configuration",
-    freed: FreedShare | None = None,
+    measure: Measurements | None = None,
 ) -> None:
     """Refuse one of ``parallel.layouts`` that cannot be had: each is resolved as if it were the
     layout of the job. `config` is as it was given, `world` the number of processes that there are.
 
-    Limits of memory are checked where `freed` is given, as for :func:`resolve`.
+    Limits of memory are checked where `measure` is given, as for :func:`resolve`.
     One that leaves dp open has several numbers of processes, and is refused if it can be had with
     none of them. Raises :class:`ConfigError`, in one line that begins with `where` and the layout.
     """
@@ -34,7 +35,7 @@ def check_layouts(
         for processes in _numbers(made, world):
             try:
                 named = f"{where}: parallel.layouts.{name}"
-                resolve(made, processes, None, where=named, freed=_limited(made, freed))
+                resolve(made, processes, None, where=named, measure=_limited(made, measure))
                 break
             except ConfigError as error:
                 problem = problem or error
@@ -49,17 +50,17 @@ def check_fewest(
     ranks: int,
     *,
     where: str = "configuration",
-    freed: FreedShare | None = None,
+    measure: Measurements | None = None,
 ) -> None:
     """Refuse a job that could not go on with the least of its `nodes`, of `ranks` processes each.
-    Limits of memory are checked where `freed` is given, as for :func:`resolve`.
+    Limits of memory are checked where `measure` is given, as for :func:`resolve`.
 
     `config` is as it was given. Raises :class:`ConfigError`, in one line that begins with `where`.
     """
     if not nodes.elastic:
         return
     try:
-        resolve(config, nodes.least * ranks, None, freed=_limited(config, freed))
+        resolve(config, nodes.least * ranks, None, measure=_limited(config, measure))
     except ConfigError as error:
         reason = str(error).removeprefix("configuration: ").partition(";")[0]
         raise ConfigError(
@@ -69,9 +70,9 @@ def check_fewest(
         ) from None
 
 
-def _limited(config: Config, freed: FreedShare | None) -> FreedShare | None:
+def _limited(config: Config, measure: Measurements | None) -> Measurements | None:
     """Measure only where a limit is to be checked."""
-    return None if config.pipeline.memory_limit is None else freed
+    return None if config.pipeline.memory_limit is None else measure
 
 
 def _numbers(config: Config, world: int) -> Iterator[int]:

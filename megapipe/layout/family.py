@@ -1,18 +1,19 @@
 """The family of a configuration's model, under the conditions of its run."""
 
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.lora import LoraConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.moe import MoEConfig
+from megapipe.config.unused_keys import given, refuse_unused
 from megapipe.errors import ConfigError
+from megapipe.layers.lora_specs import Lora
 from megapipe.layout.devices import device_kind
 from megapipe.layout.layout import DeviceKind
-from megapipe.lora_config import LoraConfig
 from megapipe.model.gpt.checks import resolved
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.family import GPT
 from megapipe.model.gpt.lora import resolved_targets
-from megapipe.model.gpt.moe_config import MoEConfig
 from megapipe.model.interface import Conditions, Family
-from megapipe.unused_keys import given, refuse_unused
-from megapipe.user_code import UserCode
+from megapipe.util.user_code import UserCode
 
 OWN_KEYS = ("source", "options", "vocab_size", "dtype")
 """Keys of the model section that go with a model of the user's."""
@@ -30,7 +31,6 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
             f"data.tokenizer={config.data.tokenizer}: expected at least {tokenizer_size}"
         )
     if model.source is None:
-        refuse_unused("model", model, ["options"], "without model.source", right="none, or that")
         return resolved(model, tokenizer_size, config.train.sequence_length)
     _refuse_sizes(model)
     return model.model_copy(update={"vocab_size": model.vocab_size or tokenizer_size})
@@ -49,11 +49,8 @@ def _refuse_sizes(model: ModelConfig) -> None:
 
 
 def resolved_lora(lora: LoraConfig, model: ModelConfig) -> LoraConfig:
-    """The section with the targets by name; raises :class:`ConfigError` for what has no effect."""
-    if lora.rank is None:
-        refuse_unused("lora", lora, [*LoraConfig.model_fields], "without lora.rank")
-        return lora
-    if model.source is not None:
+    """Return the section with the targets by name."""
+    if lora.rank is None or model.source is not None:
         return lora
     return lora.model_copy(update={"targets": resolved_targets(model, lora.targets)})
 
@@ -66,8 +63,6 @@ def conditions_of(config: Config, device: DeviceKind | None = None) -> Condition
         cp=parallel.cp,
         ep=parallel.ep,
         etp=parallel.etp,
-        dispatch=config.experts.dispatch,
-        codec=config.experts.codec,
         pad=config.experts.pad,
         microbatch=train.microbatch,
         tp=parallel.tp,
@@ -77,7 +72,7 @@ def conditions_of(config: Config, device: DeviceKind | None = None) -> Condition
         compile=config.kernels.compile,
         loss=train.loss,
         seed=config.run.seed,
-        lora=config.lora.adapters,
+        lora=Lora.of(config.lora),
     )
 
 

@@ -30,11 +30,9 @@ class Layout:
     cp: int
     ep: int
     etp: int
-    """Experts are split over ep x etp ranks, of the dp x cp x tp of a pipeline index."""
+    """Sizes of expert parallelism, whose ep x etp ranks are some of dp x cp x tp."""
     node: int | None
-    """Ranks of a node, where tokens get to experts within nodes and then between them."""
-    expert_chunks: int
-    """Parts in which a rank computes its experts."""
+    """Ranks of a node, where rows are sent within nodes and then between them."""
     microbatches: int
     """Whole micro-batches per step and data-parallel replica."""
     world: int
@@ -68,7 +66,8 @@ class Layout:
     """The share of a micro-batch's activations that an I frees at least, of whole sequences
     (:mod:`megapipe.plan.freed`), where a limit of activations counts by it; 0 elsewhere."""
     is_final: bool
-    """All that the schedule goes by is known: the vocabulary, and `freed` where it counts."""
+    """All that it depends on is known: the vocabulary, what is ``auto``, and `freed`
+    where it counts."""
     cost: Cost = field(repr=False)
     """Costs of each stage's operations, in FLOPs per token; messages cost nothing."""
     stream: Stream | None = field(default=None, repr=False)
@@ -106,24 +105,24 @@ class Layout:
         return self.dp * self.cp
 
     @property
-    def copies_of_experts(self) -> int:
-        """Processes that compute with the same experts, of any tokens."""
-        return self.dp_cp * self.tp // self.expert_ranks
+    def edp(self) -> int:
+        """Processes with the same part of what is split over ep, of any tokens."""
+        return self.dp_cp * self.tp // self.ep_ranks
 
     @property
-    def of_experts(self) -> tuple[int, int]:
+    def ep_sizes(self) -> tuple[int, int]:
         """ep and etp."""
         return self.ep, self.etp
 
     @property
-    def expert_ranks(self) -> int:
-        """Processes that have all experts of a pipeline index together."""
+    def ep_ranks(self) -> int:
+        """Processes of a pipeline index that have all of what is split over ep together."""
         return self.ep * self.etp
 
     @property
     def most_copies(self) -> int:
         """The most processes that compute with the same weights."""
-        return most_copies(self.model, self.dp_cp, self.copies_of_experts)
+        return most_copies(self.model, self.dp_cp, self.edp)
 
     @property
     def attends_by_blocks(self) -> bool:

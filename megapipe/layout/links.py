@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.model.interface import TORCH_NAMES, Family
 from megapipe.model.partition import StageSpec

@@ -7,9 +7,9 @@ rate of a step, warm-up included.
 import math
 from numbers import Real
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
 from megapipe.errors import ConfigError
-from megapipe.user_code import UserCode
+from megapipe.util.user_code import UserCode
 
 ARGUMENTS = ("step", "steps", "lr", "min_lr", "warmup_steps", "decay_steps")
 """`step`, counted from 1 as in logs, of `steps`; the rest are the values of the optimizer's keys,

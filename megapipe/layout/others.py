@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapipe.config import Config
-from megapipe.context_config import ContextConfig
+from megapipe.config.config import Config
+from megapipe.config.context import ContextConfig
+from megapipe.config.experts import ExpertsConfig
 from megapipe.errors import ConfigError
-from megapipe.experts_config import ExpertsConfig
-from megapipe.layout.expert_copies import without_maps
+from megapipe.layout.moe.replicas import without_maps
 
 
 def for_processes(config: Config, world: int | None) -> Config:

@@ -1,6 +1,6 @@
 """The ZeRO policy of data-parallel replicas that follows from a configuration."""
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
 from megapipe.model.interface import Family
 from megapipe.schedule.data_parallel import ReplicaPolicy
 

@@ -4,33 +4,34 @@
 before any process group exists. It imports no torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.parallel import ParallelConfig
+from megapipe.config.pipeline import PipelineConfig
+from megapipe.config.unused_keys import check_effects
 from megapipe.errors import ConfigError, MegapipeError, ScheduleError
 from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
 from megapipe.layout.checks import check, check_compile, check_slices, check_urls
-from megapipe.layout.context_checks import check_context, check_keep_attention, split_of
+from megapipe.layout.context_checks import check_context, split_of
 from megapipe.layout.context_plan import context_plans
 from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
 from megapipe.layout.devices import device_kind
-from megapipe.layout.dispatch import resolved_dispatch
-from megapipe.layout.expert_checks import check_pieces, check_sizes
-from megapipe.layout.expert_time import resolved_chunks
 from megapipe.layout.family import family_of, resolved_lora, resolved_model
-from megapipe.layout.key_effects import check_effects, check_slice_times
+from megapipe.layout.key_effects import check_keep_attention, check_slice_times
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.links import scatters, sends_tuples
+from megapipe.layout.measurements import Measurements
+from megapipe.layout.moe.checks import check_pieces
+from megapipe.layout.moe.dispatch import check_dispatch, resolved_experts
 from megapipe.layout.others import for_processes, replica_size
 from megapipe.layout.replicas import most_copies, replica_policy
 from megapipe.layout.streams import stream_of
 from megapipe.model.interface import Family
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
-from megapipe.parallel_config import ParallelConfig
-from megapipe.pipeline_config import PipelineConfig
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import gpipe_on
 from megapipe.schedule.generators.lists import split_backwards
@@ -40,8 +41,6 @@ from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.placement import Placement, loop
 from megapipe.schedule.proof.validate import validate
 from megapipe.words import multiples
-
-FreedShare = Callable[[Config, Layout], Fraction]
 
 BYTE_VOCABULARY = 257
 """Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
@@ -58,7 +57,7 @@ def resolve(
     where: str = "configuration",
     device: DeviceKind | None = None,
     before: Layout | None = None,
-    freed: FreedShare | None = None,
+    measure: Measurements | None = None,
 ) -> tuple[Config, Layout]:
     """`config` with every dependent default filled in, and the layout that it describes.
 
@@ -70,15 +69,17 @@ def resolve(
     said without torch (:func:`~megapipe.layout.devices.device_kind`).
     `before` is the layout of `config` if that was resolved before: making a schedule and proving it
     may take seconds, so its schedule is kept unless the tokenizer or the device changes it.
-    `freed` measures the share of a micro-batch's activations that an I frees at every stage. It is
-    called where an order or a limit of memory counts by that; without it, there, an order that goes
-    by costs has one micro-batch, and no limit is checked.
+    `measure` runs stages without values. It is asked for the share of a micro-batch's activations
+    that an I frees, where an order or a limit of memory counts by that, and for the choice of
+    ``experts.dispatch=auto`` and ``experts.chunks=auto``. Without it, there, an order that depends
+    on costs has one micro-batch, no limit is checked, and `auto` stays: the layout has rows that
+    travel in one chunk.
 
     Raises :class:`ConfigError`, also for a wrong number of processes, in one
     line that begins with `where`.
     """
     try:
-        return _resolve(config, world, vocab_size, device, before, freed)
+        return _resolve(config, world, vocab_size, device, before, measure)
     except MegapipeError as error:
         raise type(error)(f"{where}: {error}") from None
 
@@ -89,7 +90,7 @@ def _resolve(
     vocab_size: int | None,
     device: DeviceKind | None,
     before: Layout | None,
-    freed: FreedShare | None,
+    measure: Measurements | None,
 ) -> tuple[Config, Layout]:
     check_urls(given)
     if vocab_size is None and given.data.tokenizer == "byte":
@@ -100,16 +101,11 @@ def _resolve(
     dp = parallel.dp or 1
     lora = resolved_lora(given.lora, model)
     config = given.model_copy(update={"model": model, "parallel": parallel, "lora": lora})
-    check_effects(config)
+    check_effects(given)
     device = device or device_kind(config)
-    if "auto" in (config.experts.dispatch, config.experts.chunks):
-        check_sizes(config, dp)
-    experts = resolved_dispatch(config, device)
-    config = config.model_copy(update={"experts": experts})
-    chunks = {"chunks": resolved_chunks(config, device)}
-    config = config.model_copy(update={"experts": experts.model_copy(update=chunks)})
+    config = config.model_copy(update={"experts": resolved_experts(config)})
     same = before is not None and config == given and device == before.device
-    if same and before is not None and (before.is_final or freed is None):
+    if same and before is not None and (before.is_final or measure is None):
         return config, before
     family = family_of(config, device)
     check(config, family, dp, processes)
@@ -150,7 +146,6 @@ def _resolve(
         ep=parallel.ep,
         etp=parallel.etp,
         node=config.experts.node if config.experts.dispatch == "hierarchical" else None,
-        expert_chunks=config.experts.number_of_chunks,
         microbatches=microbatches,
         world=processes,
         device=device,
@@ -176,12 +171,15 @@ def _resolve(
         cost=cost,
         stream=stream,
     )
+    if config.experts.is_open and measure is not None:
+        config = _with_experts(config, layout, measure)
     slices = len(slice_lengths) if by_time else None
-    if model.vocab_size is None or (freed is None and counts_freed(config)):
+    unknown = config.experts.is_open or (measure is None and counts_freed(config))
+    if model.vocab_size is None or unknown:
         _prove(config, schedule, before)
         return config, replace(layout, smaller=_smaller(config, layout, slices, final=False))
-    if freed is not None and counts_freed(config) and len(slice_lengths) == 1:
-        layout = replace(layout, freed=freed(config, layout))
+    if measure is not None and counts_freed(config) and len(slice_lengths) == 1:
+        layout = replace(layout, freed=measure.freed(config, layout))
     if by_cost:
         known = before is not None and (before.cost, before.freed) == (cost, layout.freed)
         if before is not None and known and before.schedule.whole_microbatches == microbatches:
@@ -194,6 +192,16 @@ def _resolve(
     _check_memory(config, schedule, layout.freed)
     smaller = _smaller(config, layout, slices, final=True)
     return config, replace(layout, smaller=smaller, is_final=True)
+
+
+def _with_experts(config: Config, layout: Layout, measure: Measurements) -> Config:
+    """Choose in the place of each `auto` of experts, and check what is chosen."""
+    found = measure.experts(config, layout)
+    config = config.model_copy(
+        update={"experts": config.experts.model_copy(update=found._asdict())}
+    )
+    check_dispatch(config)
+    return config
 
 
 def counts_freed(config: Config) -> bool:

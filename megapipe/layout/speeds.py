@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import device, local_device
 

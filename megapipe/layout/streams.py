@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.layout.checks import check_direction
 from megapipe.schedule.proof.validate import validate

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from megapipe.engine.packed import PackedTensor
 from megapipe.errors import ConfigError
-from megapipe.user_code import FAILURES
+from megapipe.util.user_code import FAILURES
 
 
 @torch.no_grad()

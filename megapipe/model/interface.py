@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
-from megapipe.dtypes import DTYPE_BYTES, Dtype
 from megapipe.layers.lora_specs import Lora
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.kernel_needs import KernelNeeds
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
+from megapipe.util.dtypes import DTYPE_BYTES, Dtype
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -49,10 +49,6 @@ class Conditions:
     """Most tokens whose logits there are at a time; 0: all of them."""
     ep: int = 1
     etp: int = 1
-    dispatch: str = "all_to_all"
-    """``experts.dispatch``, how tokens get to the experts of other ranks."""
-    codec: str = "none"
-    """``experts.codec``, of rows on their way."""
     pad: bool = False
     """``experts.pad``: whether experts have room for all rows that there can be."""
     compile: bool = False
@@ -82,19 +78,6 @@ class Repeated(NamedTuple):
     """Layers that are run again together."""
     stage: bool
     """Whole stages are run again instead."""
-
-
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-
-
-class TokenTraffic(NamedTuple):
-    """Collectives about a micro-batch's tokens, of the ranks over which experts are split."""
-
-    collective: Collective
-    what: str
-    """F, I or W; routing for counts of rows."""
-    bytes: int
-    """Of the whole tensors, all collectives together."""
 
 
 class TensorShape(NamedTuple):
@@ -253,11 +236,6 @@ class Family(ABC):
         """FLOPs per token of a stage whose layers recompute as `spans` say; with `again` the whole
         stage recomputes."""
 
-    def causal_work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
-        """The same, of attention what kernels compute: not all scores, but those that the mask
-        leaves, and in the backward once more. A family that supports split positions tells that."""
-        return self.work(stage, spans, again=again)
-
     @abstractmethod
     def unit_of_work(self) -> Time:
         """FLOPs per token of the forward of a layer, by which costs are shown."""
@@ -270,15 +248,6 @@ class Family(ABC):
         """FLOPs of training on one token: forward, and twice as many backward."""
         return 3 * self.forward_flops(self.whole)
 
-    def expert_flops(self, stage: StageSpec) -> Time:
-        """FLOPs per token of a stage's forward that experts compute, none of whose rows are
-        dropped, or with those that are empty."""
-        return 0
-
-    def row_flops(self) -> int:
-        """The same of a row of an expert."""
-        raise NotImplementedError(f"{self.name} does not support experts")
-
     def causal_flops(self, length: int) -> int:
         """FLOPs of one layer's forward on the first `length` tokens of a sequence, of which each
         attends to itself and those before it; for slices."""
@@ -289,12 +258,6 @@ class Family(ABC):
     @abstractmethod
     def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         """The output of a stage that is not the last, as one tensor-parallel rank has it."""
-
-    def token_traffic(self, stage: StageSpec, rows: int, length: int) -> Iterator[TokenTraffic]:
-        """Exchanges about the tokens of `rows` sequences of `length` positions in one forward and
-        backward, where experts are chosen evenly, in one hop. By them the form of
-        ``experts.dispatch`` is chosen; a plan has those of a run."""
-        return iter(())
 
     # how it is built
 

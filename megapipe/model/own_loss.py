@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.model.interface import Conditions, Loss
-from megapipe.user_code import FAILURES, UserCode, in_one_line
+from megapipe.util.user_code import FAILURES, UserCode, in_one_line
 
 if TYPE_CHECKING:
     from torch import Tensor, device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.user_code import FAILURES, UserCode
+from megapipe.util.user_code import FAILURES, UserCode
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megapipe.beneath import open_beneath
 from megapipe.observe.record import StepRecord, ValidationRecord, finite_fields
+from megapipe.util.beneath import open_beneath
 
 _LONGEST_LINE = 2**20  # bytes
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megapipe.config import Config, LogConfig
+from megapipe.config.config import Config, LogConfig
 from megapipe.errors import ConfigError
 from megapipe.observe.console import ConsoleSink
 from megapipe.observe.jsonl import JsonlSink

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from megapipe.beneath import make_folder, open_beneath, write_beneath
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import MegapipeError, OutOfMemory
 from megapipe.layout.layout import Layout
 from megapipe.plan.demand import demand, size_text
 from megapipe.plan.report import report
 from megapipe.plan.units import units_of_run
+from megapipe.util.beneath import make_folder, open_beneath, write_beneath
 
 _HOST = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", re.DOTALL)
 """The message where torch is refused memory of the host."""

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megapipe.beneath import open_beneath
 from megapipe.command_line import Parser, run_command
 from megapipe.errors import DataError
+from megapipe.util.beneath import open_beneath
 
 MERGED = "merged.json.gz"
 PROCESSES_PER_RANK = 1000

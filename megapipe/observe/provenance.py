@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypedDict
 
-import megapipe
+from megapipe.version import PACKAGE, __version__
 
 _PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "transformers", "datasets")
 
@@ -40,7 +40,7 @@ def provenance(root: Path) -> Provenance:
     return {
         "versions": {
             "python": platform.python_version(),
-            "megapipe": megapipe.__version__,
+            "megapipe": __version__,
             **{name: _version(name) for name in _PACKAGES},
         },
         "git": git_state(root),
@@ -75,7 +75,7 @@ def git_state(root: Path) -> GitState | None:
     return {"commit": commit, "dirty": bool(status)}
 
 
-def package_hash(folder: Path = Path(megapipe.__file__).parent) -> str:
+def package_hash(folder: Path = PACKAGE) -> str:
     """SHA-256 over paths and contents of the package's files, compiled ones left out.
 
     Ranks whose hashes differ run different code.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+from megapipe.observe.routing_record import RoutingRecord
 
 
 @dataclass(frozen=True)
@@ -19,36 +21,6 @@ class SourceRecord:
     """Its unmasked tokens in the step."""
     samples: int
     """Samples of it since step 0."""
-
-
-@dataclass(frozen=True)
-class RoutingRecord:
-    """Layers with experts in a step, on average over them unless it says otherwise."""
-
-    balance: float
-    """The balance term without its coefficient: 1 where tokens are spread evenly."""
-    z: float
-    """The z term without its coefficient: the mean squared logsumexp of the router's logits."""
-    dropped: float
-    """Share of the choices that were dropped."""
-    largest_load: float
-    """Choices of the expert with most of them by the mean of its layer's experts, of all layers the
-    largest; dropped ones are counted."""
-    idle_experts: int
-    """Experts of all layers that no token has chosen."""
-    largest_bias: float | None = None
-    """The largest size of a bias after the step; None where there are none."""
-    loads: Mapping[int, float] = field(default_factory=dict)
-    """By layer the choices of the expert with most of them by the mean; the largest of these is
-    `largest_load`."""
-    counts: Mapping[int, Sequence[int]] | None = None
-    """By layer the choices of each expert, dropped ones too, in the steps of
-    ``log.experts_every``."""
-
-    def numbers(self) -> dict[str, float | None]:
-        """Those of all layers together, by name."""
-        fields = asdict(self).items()
-        return {name: value for name, value in fields if name not in ("loads", "counts")}
 
 
 @dataclass(frozen=True)
@@ -88,7 +60,7 @@ class StepRecord:
     sources: Mapping[str, SourceRecord] | None = None
     """Of a mixture: each source by name; None where there is but one."""
     routing: RoutingRecord | None = None
-    """None where no layer has experts."""
+    """None where no layer routes its tokens."""
     slowest_rank: int | None = None
     """At the end of a window (``log.stragglers_every``): the rank that takes the longest for its
     work, by how long others take..."""
@@ -113,7 +85,7 @@ class StepRecord:
             "slowest/score": self.slowest_score,
         }
         if self.routing is not None:
-            named |= {f"experts/{name}": value for name, value in self.routing.numbers().items()}
+            named |= self.routing.named()
         for name, source in (self.sources or {}).items():
             if not math.isnan(source.loss):
                 named[f"source/{name}/loss"] = source.loss

@@ -27,9 +27,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.beneath import make_folder, open_beneath
 from megapipe.errors import ConfigError, DataError, MegapipeError
-from megapipe.left_out import LeftOut
+from megapipe.util.beneath import make_folder, open_beneath
+from megapipe.util.left_out import LeftOut
 from megapipe.words import counted
 
 FOLDER = "samples"

@@ -13,7 +13,7 @@ from megapipe import cli
 from megapipe.checkpoint.find import OF_A_RUN
 from megapipe.checkpoint.folders import committed
 from megapipe.command_line import Parser, run_command
-from megapipe.config import TrainConfig
+from megapipe.config.config import TrainConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.hf.config import has_class

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megapipe.beneath import make_folder
 from megapipe.observe.record import StepRecord, ValidationRecord
+from megapipe.util.beneath import make_folder
 
 
 class TensorboardSink:

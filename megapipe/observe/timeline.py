@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.beneath import write_beneath
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.render.picture import picture
 from megapipe.schedule.render.scene import stack
@@ -15,6 +14,7 @@ from megapipe.schedule.streams.excerpt import Excerpt
 from megapipe.schedule.timing.idle import Idle, idle
 from megapipe.schedule.timing.simulate import Timeline, simulate
 from megapipe.schedule.timing.trace import trace
+from megapipe.util.beneath import write_beneath
 
 Span = tuple[Time, Time]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from megapipe.answers import within
-from megapipe.beneath import make_folder, open_beneath
 from megapipe.observe.record import StepRecord, ValidationRecord
+from megapipe.util.answers import within
+from megapipe.util.beneath import make_folder, open_beneath
 from megapipe.words import without_secrets
 
 INIT_S, FINISH_S = 60.0, 60.0

@@ -39,7 +39,7 @@ def compile_elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile elementwise operations on tensors [rows, ...], and sums over their last dimension:
     once for whatever number of rows from :data:`FEWEST_ROWS` on, which differs from micro-batch to
-    micro-batch where experts have rows. What is no tensor can be a key of a dictionary."""
+    micro-batch. What is no tensor can be a key of a dictionary."""
     compiled: dict[Any, Callable[..., Any]] = {}
 
     def run(*args: Any) -> Any:

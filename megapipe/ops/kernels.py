@@ -13,9 +13,9 @@ from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.block_attention import BlockKernel
 from megapipe.ops.compiler import Compiler
 from megapipe.ops.dropout import DropoutKernel, torch_dropout
-from megapipe.ops.expert_rows import RowKernel, TorchRows
-from megapipe.ops.grouped import GroupedKernel, loop_product
 from megapipe.ops.loss import LossKernel, TorchLoss
+from megapipe.ops.moe.grouped import GroupedKernel, loop_product
+from megapipe.ops.moe.rows import RowKernel, TorchRows
 from megapipe.ops.norm import NormKernel, torch_norm
 from megapipe.ops.packed_kernels import PackedKernel
 from megapipe.ops.probe import Choice

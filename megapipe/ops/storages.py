@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _EMPTY = torch.ops.aten.empty.memory_format
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments or results of an operation; torch's own way through trees
+    of values costs several times as much."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for each in values:
+            yield from tensors_in(each)
+    elif isinstance(values, dict):
+        yield from tensors_in([*values.values()])
 
 
 class Live(NamedTuple):
@@ -53,10 +64,13 @@ class LiveStorages(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._note(tensor, in_host=func is _EMPTY and tensor.dtype == torch.uint8)
+        self.count(func, out)
         return out
+
+    def count(self, func: Any, out: Any) -> None:
+        """Count the storages that `func` has made, of which `out` came."""
+        for tensor in tensors_in(out):
+            self._note(tensor, in_host=func is _EMPTY and tensor.dtype == torch.uint8)
 
     def _note(self, tensor: Tensor, *, in_host: bool) -> None:
         storage = tensor.untyped_storage()

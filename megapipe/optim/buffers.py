@@ -13,13 +13,15 @@ copies stay bitwise equal. So has a tied embedding, which the first and the last
 uses accumulate into gradients of their own and are added once. In a pipeline that never flushes
 each of the two has a bucket for it, and a link between them (:mod:`megapipe.optim.link`).
 
-Frozen parameters are in buckets of their own, which have weights alone. So are experts, whose
-gradients are summed over the tp ranks too: each has the rows of its own tokens.
+Frozen parameters are in buckets of their own, which have weights alone. So are those split over ep,
+whose gradients are summed over the tp ranks too: each has the rows of its own tokens.
+
+Which parameters a bucket has, and who shares it, is planned: :mod:`megapipe.layout.buckets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -28,9 +30,9 @@ from torch.nn import Parameter
 
 from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layers.parameter import LocalParameter, spec_of
+from megapipe.layout.buckets import BucketPlan, aligned
+from megapipe.optim.groups import BucketGroups
 from megapipe.optim.link import Link
-from megapipe.optim.policy import BucketGroups, ZeroPolicy
-from megapipe.plan.buckets import KINDS, Sized, aligned, chunk_length, cut, kind_of
 
 
 class Modules(Protocol):
@@ -134,8 +136,8 @@ class Bucket:
         self.late = late
         self.frozen = frozen
         self.link = link
-        self.experts = spec_of(parameters[0].parameter).experts
-        """Whether its parameters are of experts; then all are."""
+        self.over_ep = spec_of(parameters[0].parameter).over_ep
+        """Whether its parameters are split over ep; then all are."""
         uses = sorted({spec_of(owned.parameter).use for owned in parameters})
         ordered = sorted(parameters, key=lambda owned: _segment_key(spec_of(owned.parameter)))
         places: dict[str, Entry] = {}
@@ -169,7 +171,7 @@ class Bucket:
                 continue
             grad = self.view(self.grads[uses.index(spec.use)], entry)
             if sharded_grads and spec.by_autograd:
-                grad = self._early[spec.name] = torch.zeros_like(grad)
+                grad = self._early.setdefault(spec.name, torch.zeros_like(grad))
             cast(Any, new).main_grad = grad
         if sharded_grads:
             _release(self.grads[0])
@@ -254,88 +256,35 @@ def _segment_key(spec: LocalParameter) -> tuple[bool, bool]:
 
 
 def make_buckets(
-    modules: Mapping[int, Modules],
-    mesh: ParallelMesh,
-    policy: ZeroPolicy,
-    *,
-    holders: Sequence[Sequence[int]],
-    in_process: bool = False,
-    linked: bool = False,
-    copies: bool = False,
+    plans: Iterable[BucketPlan], modules: Mapping[int, Modules], mesh: ParallelMesh
 ) -> list[Bucket]:
-    """Make the buckets of this process' stages, which give the parameters their storage.
-
-    holders[stage] are the pipeline ranks that hold a stage. Gradients of a stage with several
-    holders, and of tied parameters, which the first and the last stage hold, are reduced over the
-    holders too, unless the pipeline is `in_process`. With `linked` the first and the last stage
-    have a bucket of tied parameters each, with a link between them. With `copies` of experts on
-    other ranks, whose gradients come at the end of a step, buckets of experts are late. Buckets are
-    in stage order, those of a stage in the order in which they are reduced, that of experts after
-    them and then those of what is frozen; the tied one comes last.
-    """
-    groups = BucketGroups(mesh, policy)
-
-    def bucketed(
-        index: int, owned: Sequence[Owned], ranks: Sequence[int], *, shared: bool
-    ) -> Iterator[Bucket]:
-        start = 0
-        for experts, frozen in KINDS:
-            some = [each for each in owned if kind_of(spec_of(each.parameter)) == (experts, frozen)]
-            if some:
-                yield from alike(
-                    index, some, ranks, shared, frozen=frozen, experts=experts, start=start
-                )
-            start += sum(aligned(spec_of(each.parameter).numel) for each in some)
-
-    def alike(
-        index: int,
-        owned: Sequence[Owned],
-        ranks: Sequence[int],
-        shared: bool,
-        *,
-        frozen: bool = False,
-        experts: bool = False,
-        start: int = 0,
-        link: Link | None = None,
-    ) -> Iterator[Bucket]:
-        axes = groups.axes_of([0] if in_process else ranks, experts=experts)
-        whole = shared or frozen or experts or axes.shard.size * axes.replicate.size == 1
-        size = main_dtype(owned[0].parameter.dtype).itemsize
-        least = None if whole else chunk_length(policy.chunk_mib, size)
-        specs = {spec_of(each.parameter).name: spec_of(each.parameter) for each in owned}
-        sized = (Sized(name, spec.numel, spec.decay, spec.split) for name, spec in specs.items())
-        last = experts and copies
-        in_runs = policy.shards_gradients and not (shared or frozen or last)
-        for own in cut(sized, least):
-            yield Bucket(
-                index,
-                [each for each in owned if spec_of(each.parameter).name in own.names],
-                axes.shard,
-                mesh.device,
-                start=start + own.start,
-                replicate=axes.replicate,
-                shared=shared,
-                holders=len(set(ranks)) if in_process else 1,
-                sharded_grads=in_runs and axes.sharded,
-                sharded_weights=policy.shards_weights and axes.sharded,
-                late=last or (in_runs and not axes.sharded),
-                frozen=frozen,
-                link=link,
-            )
-
-    buckets: list[Bucket] = []
-    tied: list[Owned] = []
-    for stage, module in sorted(modules.items()):
-        own: list[Owned] = []
-        for owned in owned_parameters(module):
-            (tied if spec_of(owned.parameter).tied else own).append(owned)
-        if own:
-            shared = len(set(holders[stage])) > 1
-            buckets.extend(bucketed(stage, own, holders[stage], shared=shared))
-    if tied and linked:
-        here, link = [mesh.at.pp], groups.link(holders[0][0], holders[-1][0])
-        buckets.extend(alike(len(holders), tied, here, True, link=link))
-    elif tied:
-        both = [*holders[0], *holders[-1]]
-        buckets.extend(bucketed(len(holders), tied, both, shared=True))
+    """Make the buckets of this process' stages by their `plans`, in that order; they give the
+    parameters their storage. Parameters of a bucket are in the order of the modules."""
+    plans = list(plans)
+    numbers = {spec.name: n for n, plan in enumerate(plans) for spec in plan.parameters}
+    owned: list[list[Owned]] = [[] for _ in plans]
+    for _, module in sorted(modules.items()):
+        for each in owned_parameters(module):
+            owned[numbers[spec_of(each.parameter).name]].append(each)
+    groups = BucketGroups(mesh)
+    buckets = []
+    for plan, own in zip(plans, owned, strict=True):
+        link = None if plan.link is None else groups.link(*plan.link)
+        bucket = Bucket(
+            plan.stage,
+            own,
+            groups.axis(plan.shard),
+            mesh.device,
+            start=plan.start,
+            replicate=groups.axis(plan.replicate),
+            shared=plan.shared,
+            holders=plan.holders,
+            sharded_grads=plan.sharded_grads,
+            sharded_weights=plan.sharded_weights,
+            late=plan.late,
+            frozen=plan.frozen,
+            link=link,
+        )
+        assert bucket.numel == plan.numel, f"{bucket.numel} values, and {plan.numel} planned"
+        buckets.append(bucket)
     return buckets

@@ -2,7 +2,7 @@
 
 Weights are gathered by all replicas and by all holders of a stage or a tied embedding; every
 tensor-parallel rank has all of a norm's weights and of some biases, with their states; without ZeRO
-each replica has all states; and experts may have copies on ranks that do not own them. A bit that
+each replica has all states; and weights may have replicas on ranks that do not own them. A bit that
 flips in one of these copies is no error to anything that computes with it, so all of them are
 looked at now and then: each rank tells all others a checksum of each of its copies.
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.mesh import ParallelMesh
+from megapipe.layers.weight_replicas import SharedTensor
 from megapipe.optim.buffers import Entry
 from megapipe.optim.checksum import Checksum
 from megapipe.optim.optimizer import Optimizer
@@ -71,28 +72,25 @@ class Held:
 
 
 @dataclass(frozen=True)
-class HeldExpert:
-    """Weights of an expert on a rank that owns it, or has a copy: `part` of a parameter of it."""
+class HeldReplica:
+    """Weights that have replicas, or a replica of them."""
 
     stage: int
-    name: str
-    expert: int
-    part: int
-    values: Tensor
+    tensor: SharedTensor
     kind: ClassVar[str] = WEIGHTS
 
     @property
     def key(self) -> int:
         """As of :class:`Held`."""
-        return _key(f"{WEIGHTS} {self.name} expert {self.expert} part {self.part}")
+        return _key(f"{WEIGHTS} {self.tensor.key}")
 
     def read(self) -> Tensor:
         """The values, flat [n]: a view of what is kept."""
-        return self.values.view(-1)
+        return self.tensor.values.view(-1)
 
     def told(self, stages: int) -> str:
         """The values in words."""
-        return f"{WEIGHTS} of {self.name}, expert {self.expert} (stage {self.stage})"
+        return f"{WEIGHTS} of {self.tensor.words} (stage {self.stage})"
 
 
 def _key(text: str) -> int:
@@ -116,14 +114,13 @@ def held(optimizer: Optimizer) -> Iterator[Held]:
                 )
 
 
-def held_experts(optimizer: Optimizer) -> Iterator[HeldExpert]:
-    """Experts on a rank that have copies now; those of the last update, for which all ranks call
-    it."""
-    for stage, of_stage in optimizer.places.items():
-        for places in of_stage:
-            places.bring()
-            for name, expert, values in places.shared():
-                yield HeldExpert(stage, name, expert, places.part, values)
+def held_replicas(optimizer: Optimizer) -> Iterator[HeldReplica]:
+    """Weights on a rank that have replicas now, and replicas; those of the last update, for which
+    all ranks call it."""
+    for stage, of_stage in optimizer.replicas.items():
+        for replicas in of_stage:
+            replicas.bring()
+            yield from (HeldReplica(stage, tensor) for tensor in replicas.shared())
 
 
 class _Place(NamedTuple):
@@ -135,13 +132,13 @@ class _Place(NamedTuple):
 
 class Copies:
     """Compares what several ranks hold of the state of `optimizer`. Made by all ranks together, and
-    anew when experts may have copies on other ranks."""
+    anew when weights may have other replicas."""
 
     def __init__(self, optimizer: Optimizer, mesh: ParallelMesh) -> None:
         self._mesh = mesh
         self._stages = optimizer.stages
         self._checksum = Checksum(mesh.device)
-        everything: list[Held | HeldExpert] = [*held(optimizer), *held_experts(optimizer)]
+        everything: list[Held | HeldReplica] = [*held(optimizer), *held_replicas(optimizer)]
         longest = int(mesh.gather_numbers(torch.tensor([len(everything)])).max())
         keys = _filled([each.key for each in everything], longest)
         names = mesh.gather_numbers(keys).tolist()

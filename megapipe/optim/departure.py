@@ -15,7 +15,7 @@ class Departure:
 
     A backward goes through the matrices one by one. So a bucket is complete when the gradient of a
     matrix in a later bucket has come, and none of its own gradients waits to be computed. Gradients
-    of other parameters may come at any time; their bucket leaves last, after it that of experts.
+    of other parameters may come at any time; their bucket leaves last, after it that over ep.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Departure:
     def add(self, shard: Shard) -> None:
         """Add the bucket that leaves after those added before."""
         for entry in shard.bucket.entries:
-            if entry.spec.decay and entry.spec.split and not entry.spec.experts:
+            if entry.spec.decay and entry.spec.split and not entry.spec.over_ep:
                 self._place[entry.spec.name] = len(self.shards)
         self.shards.append(shard)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
 from megapipe.layout.lr_plan import LearningRatePlan
 
 

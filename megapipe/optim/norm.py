@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from megapipe.finite import all_finite
+from megapipe.util.finite import all_finite
 
 
 def squared_norm(values: Tensor) -> Tensor:

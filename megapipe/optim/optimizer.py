@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis, ParallelMesh
-from megapipe.finite import all_finite
-from megapipe.layers.expert_places import ExpertPlaces
 from megapipe.layers.parameter import LocalParameter
+from megapipe.layers.weight_replicas import WeightReplicas
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.buffers import Bucket, Entry
 from megapipe.optim.departure import Departure
 from megapipe.optim.filling import Fill, filled
 from megapipe.optim.look_ahead import predict
-from megapipe.optim.policy import REDUCE_DTYPES
+from megapipe.optim.reduction import REDUCE_DTYPES
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import MASTER, StatePolicy
 from megapipe.optim.velocity import followed
+from megapipe.util.finite import all_finite
 from megapipe.words import ranges
 
 
@@ -53,8 +53,8 @@ class Optimizer:
     The order of use in a step: :meth:`zero_grad`, the backward passes, during which the executor
     calls what :class:`~megapipe.engine.executor.Synchroniser` lists, :meth:`finish_reduce`,
     :meth:`update`. State is kept as `states` says; `kernel` does the steps of
-    Adam. `velocity` has the decay of the velocity of weights, by stage, where one is kept. `places`
-    are those of experts that have copies on other ranks, by stage, in the order of layers.
+    Adam. `velocity` has the decay of the velocity of weights, by stage, where one is kept.
+    `replicas` are those of weights, by stage, in the order of layers.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Optimizer:
         kernel: AdamKernel = torch_adam,
         velocity: Mapping[int, float] | None = None,
         staleness: Mapping[int, float] | None = None,
-        places: Mapping[int, Sequence[ExpertPlaces]] | None = None,
+        replicas: Mapping[int, Sequence[WeightReplicas]] | None = None,
     ) -> None:
         self.config = config
         self._staleness = staleness or {}
         self._velocity = velocity or {}
-        self.places = dict(sorted((places or {}).items()))
-        """By stage those of its layers whose experts may be on other ranks than now."""
+        self.replicas = dict(sorted((replicas or {}).items()))
+        """By stage the replicas of weights of its layers."""
         self.mesh = mesh
         self.stages = stages
         self.rule = build_rule(config, kernel)
@@ -120,7 +120,7 @@ class Optimizer:
 
     def _parts_of(self, bucket: Bucket) -> Axis:
         """The ranks with other parts of a bucket's tensors, for rules that take these as wholes."""
-        if not bucket.experts:
+        if not bucket.over_ep:
             return self.mesh.tp
         return Axis.alone(self.mesh.rank) if self.rule.declaration.elementwise else self.mesh.etp
 
@@ -132,12 +132,12 @@ class Optimizer:
             own.begin()
         for shard in self.shards:
             shard.zero_grad()
-        for places in self._all_places():
-            places.zero_grad()
+        for replicas in self._all_replicas():
+            replicas.zero_grad()
 
-    def _all_places(self) -> Iterator[ExpertPlaces]:
-        """By stage and layer, the same on all ranks that share experts."""
-        return chain.from_iterable(self.places.values())
+    def _all_replicas(self) -> Iterator[WeightReplicas]:
+        """Yield them by stage and layer, the same on all ranks that share them."""
+        return chain.from_iterable(self.replicas.values())
 
     def open_grads(self, stage: int) -> None:
         own = self._sharded(stage)
@@ -176,17 +176,17 @@ class Optimizer:
     def await_weights(self, stage: int) -> None:
         for shard in self._of_stage[stage]:
             shard.await_weights()
-        for places in self.places.get(stage, ()):
-            places.begin()
+        for replicas in self.replicas.get(stage, ()):
+            replicas.begin()
 
     def send_copies(self) -> None:
-        """After an update, send the weights of experts that have copies, if these have changed. All
-        ranks call it. What owners have to gather first leaves in :meth:`await_weights`."""
-        for stage, of_stage in self.places.items():
-            owners = (s.axis for s in self._of_stage[stage] if s.bucket.experts)
+        """After an update, send the weights that have replicas, if these have changed. All ranks
+        call it. What owners have to gather first leaves in :meth:`await_weights`."""
+        for stage, of_stage in self.replicas.items():
+            owners = (s.axis for s in self._of_stage[stage] if s.bucket.over_ep)
             if all(axis.size == 1 for axis in owners):
-                for places in of_stage:
-                    places.begin()
+                for replicas in of_stage:
+                    replicas.begin()
 
     def reshard(self, stage: int) -> None:
         for shard in self._of_stage[stage]:
@@ -214,13 +214,13 @@ class Optimizer:
         return squares
 
     def _bring_home(self) -> None:
-        """Add the gradients of copies of experts to those of the ranks that own these."""
-        coming = [(places, places.start_home()) for places in self._all_places()]
-        for places, begun in coming:
+        """Add the gradients of replicas to those of the ranks that own the weights."""
+        coming = [(each, each.start_home()) for each in self._all_replicas()]
+        for each, begun in coming:
             if begun is not None:
                 received, wait = begun
                 wait()
-                places.add(received)
+                each.add(received)
 
     def reduce_stage(self, stage: int) -> None:
         """Send off the gradients of a stage, or of the tied embedding, which are complete."""
@@ -288,9 +288,9 @@ class Optimizer:
         self._copies_are_old()
 
     def _copies_are_old(self) -> None:
-        """The weights of experts have changed, and copies of them have not."""
-        for places in self._all_places():
-            places.changed()
+        """Weights have changed, and their replicas have not."""
+        for replicas in self._all_replicas():
+            replicas.changed()
 
     @contextmanager
     def true_weights(self) -> Iterator[None]:
@@ -369,12 +369,11 @@ class Optimizer:
         return sorted(self.shards, key=lambda shard: shard.bucket.index % self.stages)
 
     def await_all_weights(self) -> None:
-        """Wait until the weights of the last update are gathered, and copies of experts have
-        them."""
+        """Wait until the weights of the last update are gathered, and replicas have them."""
         for shard in self.shards:
             shard.await_weights()
-        for places in self._all_places():
-            places.bring()
+        for replicas in self._all_replicas():
+            replicas.bring()
 
     @torch.no_grad()
     def set_weights(self, fill: Fill, *, threads: int = 0) -> None:

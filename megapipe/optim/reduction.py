@@ -15,6 +15,9 @@ from megapipe.distributed.collectives import (
 )
 from megapipe.distributed.mesh import Axis
 
+REDUCE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+"""Types in which gradients travel, by ``optimizer.reduce_dtype``; None: that of the main ones."""
+
 
 class Reduction:
     """The sum of a flat array over shard x replicate, of which this rank gets its slice.

@@ -9,18 +9,25 @@ that is not finite means that it was too large: the step is skipped and the scal
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from megapipe.config import OptimizerConfig
-from megapipe.dtypes import Dtype
-from megapipe.errors import CheckpointError, NumericError
+from pydantic import JsonValue
+
+from megapipe.checkpoint.stateful import Stateful
+from megapipe.config.config import OptimizerConfig
+from megapipe.errors import NumericError
+from megapipe.util.dtypes import Dtype
 
 FIRST = 2.0**16
 LARGEST = 2.0**24
 SMALLEST = 1.0
 
 
-class LossScaler:
+class LossScaler(Stateful):
     """The scale of the next backward pass; 1 for models that are not fp16."""
+
+    name = "loss_scale"
+    kind = dict[str, float]
 
     def __init__(self, config: OptimizerConfig, dtype: Dtype) -> None:
         self.scales = dtype == "fp16"
@@ -71,25 +78,22 @@ class LossScaler:
             self.scale = min(2 * self.scale, LARGEST)
             self.good_steps = 0
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, JsonValue]:
         """Its state for a checkpoint, as JSON takes it."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def load(self, state: Mapping[str, float]) -> None:
+    def load(self, stored: Mapping[str, Any] | None) -> None:
         """Go on from a :meth:`state`; a scale that is not dynamic stays as configured.
 
-        Raises CheckpointError if `state` is not valid.
+        Raises ValueError if `stored` is not valid.
         """
-        if not self.dynamic:
+        if not self.dynamic or not stored:
             return
-        try:
-            scale, good_steps = float(state["scale"]), int(state["good_steps"])
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"the loss scale's state is {dict(state)}") from None
-        if not SMALLEST <= scale <= LARGEST or good_steps < 0:
-            raise CheckpointError(
-                f"the loss scale's state is {dict(state)}: expected a scale from {SMALLEST:g} to "
+        scale, good_steps = stored.get("scale", 0.0), stored.get("good_steps", -1)
+        if not SMALLEST <= scale <= LARGEST or good_steps < 0 or good_steps % 1:
+            raise ValueError(
+                f"the loss scale's state is {dict(stored)}: expected a scale from {SMALLEST:g} to "
                 f"{LARGEST:g} and a number of steps"
             )
-        self.scale = scale
-        self.good_steps = min(good_steps, self.window - 1)
+        self.scale = float(scale)
+        self.good_steps = min(int(good_steps), self.window - 1)

@@ -1,7 +1,7 @@
 """One bucket's way through a step: gradients are summed, a slice updated, weights gathered.
 
 The way is the same at every ZeRO stage; only the axes of the bucket differ, and when its gradients
-and weights have memory (:mod:`megapipe.optim.policy`). Communication is started and awaited in
+and weights have memory (:mod:`megapipe.layout.buckets`). Communication is started and awaited in
 separate calls, so that the pipeline's computation runs beside it.
 """
 
@@ -25,10 +25,10 @@ class Shard:
 
     [own_start, own_stop) is the part of the shard that this rank counts in the norm and writes to
     checkpoints: an equal share where several ranks update the same shard, else all of it. `tp` are
-    the ranks that hold other parts of the same tensors; for experts those of etp. `states` are
-    those of the rule, kept as `policy` says, with a `velocity` of the weights or without. Of a
-    bucket whose `link` leads to those who update it the rank has no part, but a copy of the
-    weights.
+    the ranks that hold other parts of the same tensors; of what is split over ep those of etp.
+    `states` are those of the rule, kept as `policy` says, with a `velocity` of the weights or
+    without. Of a bucket whose `link` leads to those who update it the rank has no part, but a copy
+    of the weights.
     """
 
     def __init__(

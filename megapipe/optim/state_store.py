@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
 from megapipe.errors import ConfigError
 from megapipe.optim.norm import zero_if_finite
 from megapipe.optim.offload import Array, Copies, Staging, StateDevice

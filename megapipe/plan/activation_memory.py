@@ -1,15 +1,14 @@
 """Bytes of activations that a pipeline rank holds while it runs its list of operations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
 from megapipe.plan.unit import OPERATIONS, Unit
 from megapipe.plan.units import Units
-from megapipe.schedule.ir import Kind, Op
-
-_Owner = tuple[int, int, int | None]
-"""(stage, micro-batch, slice); without a slice the cache, which the slices share."""
+from megapipe.schedule.ir import Kind
+from megapipe.schedule.op_types import OpType, op_types
 
 
 class Activations(NamedTuple):
@@ -17,9 +16,6 @@ class Activations(NamedTuple):
 
     device: int
     host: int
-
-
-_NOTHING = Activations(0, 0)
 
 
 def peak_activations(
@@ -34,61 +30,55 @@ def peak_activations(
     A piece holds the tensors that its stage saves from F to I or B, and those that its weight
     gradients need from I to W. At a recomputed stage it holds the input alone until R, I or B
     builds the graph. While an operation runs its piece takes more; without `inside` only the
-    moments between operations count. Messages in transit are left out. The experts of a rank get
-    so many times the mean rows of a rank as `imbalance` says, in all layers and pieces; without it
-    as many as their capacity allows, or the mean.
+    moments between operations count. Messages in transit are left out. `imbalance` is that of
+    :meth:`~megapipe.plan.units.Units.of`, in all layers and pieces.
     """
-    held: dict[_Owner, Activations] = {}
+    microbatch = units.config.train.microbatch
+
+    @cache
+    def changes(what: OpType) -> tuple[Activations, Activations]:
+        """Bytes more than before at the most of an operation, and after it."""
+        rows = int(what.size * microbatch)
+        slices = units.of(what.stage, rows=rows, imbalance=imbalance)
+        moments = [*_moments(what, slices, inside=inside)]
+        most = Activations(*map(max, zip(*moments, strict=True)))
+        return most, moments[-1]
+
     device = host = most_device = most_host = 0
-    for changes in _moments(units, rank, inside, imbalance):
-        for owner, now in changes.items():
-            before = held.pop(owner, _NOTHING)
-            device += now.device - before.device
-            host += now.host - before.host
-            if now != _NOTHING:
-                held[owner] = now
-        most_device, most_host = max(most_device, device), max(most_host, host)
-    assert not held, "something outlives its W"
+    for what in op_types(units.layout.listed, rank):
+        most, after = changes(what)
+        most_device = max(most_device, device + most.device)
+        most_host = max(most_host, host + most.host)
+        device, host = device + after.device, host + after.host
+    assert device == host == 0, "something outlives its W"
     return Activations(most_device, most_host)
 
 
-def _moments(
-    units: Units, rank: int, inside: bool, imbalance: Fraction | None
-) -> Iterator[dict[_Owner, Activations]]:
-    """Changes of the bytes held: after each operation, and where an I or B recomputes its stage.
-
-    With `inside` also at the fullest moment of each operation.
-    """
-    schedule, train = units.layout.listed, units.config.train
-    rows = [int(schedule.size_of(i) * train.microbatch) for i in range(schedule.microbatches)]
-    built: set[_Owner] = set()
-    """Graphs of stages that are run again, ahead of the backward."""
-    for op in schedule.rank_ops(rank):
-        if op.kind == Kind.U:
-            continue
-        unit = units.of(op.stage, rows=rows[op.microbatch], imbalance=imbalance)[op.slice]
-        owner = op.stage, op.microbatch, op.slice
-        again = op.stage in schedule.recompute and owner not in built
-        if inside:
-            host = unit.host if op.kind in (Kind.F, Kind.B, Kind.I) else 0
-            after = _cache(op, unit) if op.kind == Kind.F else {}
-            most = unit.peak(OPERATIONS[op.kind], rebuilt=not again)
-            yield {owner: Activations(most, host), **after}
-        if op.kind == Kind.F:
-            yield {owner: Activations(unit.kept, unit.host), **_cache(op, unit)}
-        elif op.kind == Kind.R:
-            built.add(owner)
-            yield {owner: Activations(unit.held, unit.host)}
-        elif op.kind in (Kind.B, Kind.I):
-            if again:
-                yield {owner: Activations(unit.held + unit.gradient, unit.host)}
-            left = Activations(unit.queued, 0) if op.kind == Kind.I else _NOTHING
-            yield {owner: left, **_cache(op, unit)}
-        else:
-            yield {owner: _NOTHING}
+def _moments(what: OpType, slices: Sequence[Unit], *, inside: bool) -> Iterator[Activations]:
+    """Yield bytes more than before an operation: with `inside` at its fullest moment, where an I or
+    B has recomputed its stage, and after it."""
+    kind, unit = what.kind, slices[what.slice]
+    held = unit.kept if kind == Kind.R or what.rebuilds else unit.held
+    before = {Kind.F: 0, Kind.W: unit.queued}.get(kind, held)
+    after = {Kind.F: unit.kept, Kind.R: unit.held, Kind.I: unit.queued}.get(kind, 0)
+    host_before = unit.host if kind in (Kind.R, Kind.I, Kind.B) else 0
+    host_after = unit.host if kind in (Kind.F, Kind.R) else 0
+    cached = _cached(what, slices)
+    if inside:
+        most = unit.peak(OPERATIONS[kind], rebuilt=not what.rebuilds)
+        most += cached if kind == Kind.F else 0
+        yield Activations(most - before, max(host_before, host_after) - host_before)
+    if what.rebuilds:
+        yield Activations(unit.held + unit.gradient - before, 0)
+    yield Activations(after - before + cached, host_after - host_before)
 
 
-def _cache(op: Op, unit: Unit) -> dict[_Owner, Activations]:
-    """Bytes of the micro-batch's cache after an F, I or B."""
-    size = unit.cached[0 if op.kind == Kind.F else 1]
-    return {(op.stage, op.microbatch, None): Activations(size, 0)} if any(unit.cached) else {}
+def _cached(what: OpType, slices: Sequence[Unit]) -> int:
+    """Bytes by which an operation changes the cache that the slices of a micro-batch share."""
+    number, last = what.slice, len(slices) - 1
+    if what.kind == Kind.F:
+        return slices[number].cached[0] - (slices[number - 1].cached[0] if number else 0)
+    if what.kind in (Kind.I, Kind.B):
+        left = slices[last].cached[0] if number == last else slices[number + 1].cached[1]
+        return slices[number].cached[1] - left
+    return 0

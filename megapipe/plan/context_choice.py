@@ -8,23 +8,24 @@ from functools import cache, partial
 from itertools import chain, product
 from typing import Any, NamedTuple
 
-from megapipe.config import Config
-from megapipe.context.entries import entries
-from megapipe.context.plan import Message
+from megapipe.config.config import Config
+from megapipe.config.context import ContextConfig
+from megapipe.context.entries import attention_flops, entries
+from megapipe.context.plan import Kind, Message, What
 from megapipe.context.simulate import Link, Timed, simulate
 from megapipe.context.split import Split
-from megapipe.context_config import ContextConfig
+from megapipe.context.tensors import RingTensors, size_of
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
-from megapipe.layout.context_plan import PASSES, Pass, context_plans
-from megapipe.layout.family import family_of
+from megapipe.layout.context_plan import (
+    PASSES,
+    ContextPlans,
+    Pass,
+    context_plans,
+    ring_tensors,
+)
 from megapipe.layout.speeds import Speeds
-from megapipe.model.kernel_needs import AttentionNeeds
-from megapipe.plan.context_traffic import Attention
-
-GEMMS = {"F": 2, "I": 5}
-"""Products of a query with a key that each score takes: two in the forward, five in the backward,
-which computes the scores again."""
+from megapipe.util.dtypes import Dtype
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,28 @@ def _candidates(cp: int) -> Iterator[ContextConfig]:
             yield ContextConfig.model_validate({"ulysses": ulysses, "ranks": first, **own})
 
 
+class Attention(NamedTuple):
+    """The attention of a layer and micro-batch, whose sequences are not cut into slices."""
+
+    split: Split
+    plans: ContextPlans
+    tensors: RingTensors
+    dtype: Dtype
+
+    @classmethod
+    def of(cls, config: Config) -> Attention:
+        """Describe the attention of a resolved configuration. Raises :class:`ConfigError`."""
+        split = split_of(config)
+        check_context(config, split, 1)
+        plans, tensors = context_plans(config, split), ring_tensors(config, split)
+        return cls(split, plans, tensors, config.model.dtype)
+
+    def sizes(self, what: Pass) -> Callable[[What, Kind], int]:
+        """Return a function that counts the bytes of a message of the forward or the backward."""
+        carried = partial(self.tensors.carried, backward=what == "I")
+        return cache(lambda what, kind: size_of(carried(what, kind), self.dtype))
+
+
 class Places(NamedTuple):
     """Where ranks are, and how fast they reach each other."""
 
@@ -128,7 +151,7 @@ class Places(NamedTuple):
 
 def way_of(config: Config) -> Way:
     """A resolved configuration's own way, on any device. Raises :class:`ConfigError`."""
-    return _way(config, attention_of(config), Places(config))
+    return _way(config, Attention.of(config), Places(config))
 
 
 def _way(config: Config, own: Attention, places: Places) -> Way:
@@ -153,13 +176,12 @@ def _way(config: Config, own: Attention, places: Places) -> Way:
 
 def cost_of(config: Config, speeds: Speeds) -> Cost:
     """The same with its time, on a device of known speed. Raises :class:`ConfigError`."""
-    own, places = attention_of(config), Places(config)
-    rate = speeds.reached
-    scores, heads = _scores(config, own.split), own.heads // own.split.ulysses
+    own, places = Attention.of(config), Places(config)
+    scores, (_, rows, heads, head_dim) = _scores(config, own.split), own.tensors.queries
 
     def seconds_of(what: Pass, i: int, j: int) -> float:
-        rows = config.train.microbatch
-        return 2 * GEMMS[what] * scores(i, j) * rows * heads * own.head_dim / rate
+        computed = rows * heads * scores(i, j)
+        return attention_flops(computed, head_dim, backward=what == "I") / speeds.reached
 
     whole, exposed = 0.0, {}
     for what in PASSES:
@@ -169,16 +191,6 @@ def cost_of(config: Config, speeds: Speeds) -> Cost:
         whole += timed.whole + blocking
         exposed[what] = timed.exposed + blocking
     return Cost(**vars(_way(config, own, places)), seconds=whole, exposed=exposed)
-
-
-def attention_of(config: Config) -> Attention:
-    """That of a layer and micro-batch, whose sequences are not cut into slices."""
-    split, family = split_of(config), family_of(config, "cuda")
-    check_context(config, split, 1)
-    needs: AttentionNeeds | None = family.kernels.attention
-    assert needs is not None
-    tokens = config.train.microbatch * config.train.sequence_length // split.cp
-    return Attention.of(split, context_plans(config, split), needs, family.dtype, tokens)
 
 
 def _scores(config: Config, split: Split) -> Callable[[int, int], int]:
@@ -205,13 +217,13 @@ def _timed(
     ulysses: int,
 ) -> Timed:
     """The rounds of the ring of the ranks of a Ulysses index."""
-    split = own.split
+    split, size_of_message = own.split, own.sizes(what)
     plan, messages = own.plans.of(what)
 
     def link(message: Message) -> Link:
         ends = split.index(message.source, ulysses), split.index(message.target, ulysses)
         within = places.same_node(*ends)
-        size = own.bytes_of(message, backward=what == "I")
+        size = size_of_message(message.what, message.kind)
         return Link(within, size / places.rate(within=within))
 
     return simulate(plan, () if own.plans.gathers else messages, work, link)
@@ -222,13 +234,13 @@ def bytes_sent(
 ) -> Iterator[tuple[bool, int]]:
     """Bytes that a rank sends, each with whether to its own node."""
     yield from _collective_bytes(own, places, what, index)
-    split = own.split
+    split, size = own.split, own.sizes(what)
     ring, ulysses = split.place(index)
     for message in () if own.plans.gathers else chain(*own.plans.part(what, ring).messages):
         if message.source == ring:
             peer = split.index(message.target, ulysses)
             within = places.same_node(index, peer)
-            yield within, own.bytes_of(message, backward=what == "I")
+            yield within, size(message.what, message.kind)
 
 
 def _collective_bytes(
@@ -236,17 +248,18 @@ def _collective_bytes(
 ) -> Iterator[tuple[bool, int]]:
     """The same of exchanges of heads and positions, and of gathered keys."""
     split, n = own.split, own.split.ulysses
+    exchanged = size_of(own.tensors.exchanged, own.dtype) // n
+    gathered = size_of(own.tensors.gathered(backward=what == "I"), own.dtype)
     ring, ulysses = split.place(index)
     for other in range(n):
         if other != ulysses:
             peer = split.index(ring, other)
-            yield places.same_node(index, peer), own.resharded // n
+            yield places.same_node(index, peer), exchanged
     if own.plans.gathers:
         for other in range(split.ring):
             if other != ring:
                 peer = split.index(other, ulysses)
-                size = own.keys * (own.size + (own.main if what == "I" else 0))
-                yield places.same_node(index, peer), size
+                yield places.same_node(index, peer), gathered
 
 
 def _blocking(own: Attention, places: Places, what: Pass) -> float:

@@ -20,16 +20,16 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from megapipe.assembly.kernels import select_kernels
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layout.layout import Layout
 from megapipe.ops.activation import Activate
 from megapipe.ops.attention import AttentionKernel, Flex, Sdpa, Varlen
 from megapipe.ops.attention_choice import planned_backend
 from megapipe.ops.documents import Documents
-from megapipe.ops.expert_rows import InductorRows
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.loss import InductorLoss, Labels, loss_dtype
+from megapipe.ops.moe.rows import InductorRows
 from megapipe.ops.norm import torch_norm
 from megapipe.ops.probe import planning
 from megapipe.ops.scores import PLAIN, Scores
@@ -358,7 +358,7 @@ WORKSPACES: Mapping[Any, Callable[..., int]] = {
 }
 """Bytes that exist during a call alone, by operation, as a function of its arguments.
 
-Left out: the memory of cuBLAS, which a process keeps, and that of NCCL
-(:mod:`megapipe.plan.communicators`); flash's forward, which takes some where there are too few
-blocks for the GPU; sums of the gradients of norms' weights, a few rows.
+The memory of cuBLAS and of NCCL, which a process keeps, is in
+:mod:`megapipe.plan.communicators`. Left out: flash's forward, which takes some where there are too
+few blocks for the GPU; sums of the gradients of norms' weights, a few rows.
 """

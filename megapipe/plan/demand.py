@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from megapipe.config import Config
-from megapipe.layout.expert_checks import why_as_many
+from megapipe.config.config import Config
 from megapipe.layout.layout import Layout
+from megapipe.layout.moe.checks import why_as_many
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import Activations, peak_activations
-from megapipe.plan.communicators import outside_torch
+from megapipe.plan.communicators import beside_tensors
 from megapipe.plan.memory import COPIES_KEPT, ModelMemory, model_memory
 from megapipe.plan.pace import expected_step
 from megapipe.plan.units import Units
@@ -45,7 +45,7 @@ def demand(units: Units, imbalance: Fraction | None = None) -> Demand:
     each = process_memory(units, imbalance)
     others = [0] * len(each)
     if layout.device == "cuda":
-        others = [outside_torch(config, layout, rank) for rank in range(len(each))]
+        others = [beside_tensors(config, layout, rank) for rank in range(len(each))]
     totals = [
         memory.total + activations.device + other
         for (memory, activations), other in zip(each, others, strict=True)
@@ -61,7 +61,7 @@ def demand(units: Units, imbalance: Fraction | None = None) -> Demand:
         "optimizer state": memory.optimizer,
         "more during a step": memory.passing,
         "activations": activations.device,
-        "CUDA and NCCL about": others[place],
+        "CUDA and its libraries about": others[place],
         "activations in host memory": activations.host,
         "optimizer state elsewhere": memory.elsewhere,
         "copy of a checkpoint in host memory": memory.saved if config.checkpoint.background else 0,

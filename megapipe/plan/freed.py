@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.plan.units import Units
 

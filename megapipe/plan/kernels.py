@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.model.modules.fused_attention import cpu_attention
-from megapipe.ops import grouped
 from megapipe.ops.attention import Sdpa
 from megapipe.ops.block_attention import BlockKernel, CpuFlash, Explicit
 from megapipe.ops.kernels import Kernels
+from megapipe.ops.moe import grouped
 from megapipe.plan import cuda_kernels
 
 

@@ -5,14 +5,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megapipe.config import Config, OptimizerConfig
-from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.config.config import Config, OptimizerConfig
+from megapipe.config.update_rules import declaration
+from megapipe.layout.buckets import BucketPlan, process_buckets
 from megapipe.layout.layout import Layout
-from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.replicas import replica_actions
 from megapipe.schedule.program import Action, Do
 from megapipe.schedule.streams.stream import moved_back, predictions_kept, versions_kept
-from megapipe.update_rules import declaration
+from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
 COPIES_KEPT = 2
 """Copies of the state that a node has in memory in turn (``checkpoint.memory_every``), so that a
@@ -54,8 +54,7 @@ class ModelMemory:
 
 def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     """Bytes that a process at pipeline index `rank` holds of the model."""
-    zero, size = layout.replicas.zero, DTYPE_BYTES[config.model.dtype]
-    main = main_bytes(config.model.dtype)
+    size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
     parameters = beside = gradients = waiting = optimizer = copies = saved = 0
     buckets = list(process_buckets(config, layout, rank))
     stream, kept, predicted = layout.stream, dict[int, int](), dict[int, int]()
@@ -70,7 +69,7 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
         users = ends if bucket.stage == layout.stages else (bucket.stage,)
         versions = max(kept.get(stage, 1) for stage in users)
         ahead = max(predicted.get(stage, 0) for stage in users)
-        if zero == 3 and not bucket.alone:
+        if bucket.sharded_weights:
             parameters += own * size
         else:
             parameters += bucket.numel * size * (versions + ahead)
@@ -91,12 +90,12 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
             copies += own * _undo_bytes(config.optimizer, size, main, apart)
         parameters += bucket.copies * size
         gradients += bucket.copies * main
-        if zero >= 2 and bucket.in_runs:
+        if bucket.sharded_grads:
             gradients += bucket.norms * main  # kept apart: they may come before the others
         else:
             gradients += bucket.uses * bucket.numel * main * turns
             waiting += bucket.uses * bucket.numel * main * (turns - 1)
-        if bucket.linked:
+        if bucket.link:
             gradients += own * main  # those of the copy, on their arrival
     away = config.optimizer.offload != "none"
     return ModelMemory(

@@ -1,14 +1,15 @@
 """How long a step takes, at speeds that are assumed.
 
-An operation takes the time of its stage's FLOPs at a share of the device's peak
-(``log.efficiency``), and that of its tensor-parallel collectives at the speed of a node's links or
-of the network, in I, B or R also those of a forward that runs again; with ``kernels.overlap`` other
-collectives of B and W count only as far as they outlast the weight gradients beside which they run.
-Tokens travel to experts, which are chosen evenly, and
-back, and are waited for, but for the time in which a simulation of the layer computes meanwhile
-(:mod:`megapipe.layout.expert_time`). The simulator lets messages and the collectives of replicas
-run beside operations. Other latencies than these exchanges', the update and waits for memory are
-not modelled; the share of the peak has to cover them.
+An operation takes the time of the FLOPs of its kernels, as a run has them, at a share of the
+device's peak (``log.efficiency``), and that of its tensor-parallel collectives at the speed of a
+node's links or of the network, in I, B or R also those of a recomputed forward. With
+``kernels.overlap`` other collectives of B and W count only as far as they outlast the weight
+gradients beside which they run. Tokens travel to experts, which are chosen evenly, and back, and
+are waited for, but for the time in which a simulation of the layer computes meanwhile
+(:mod:`megapipe.plan.moe.time`). Slices of a sequence share an operation's time as
+``pipeline.slice_*`` say. The simulator lets messages and the collectives of replicas run beside
+operations. Other latencies than these exchanges', the update and waits for memory are not modelled;
+the share of the peak has to cover them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,16 +17,15 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from megapipe.config import Config
-from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.config.config import Config
+from megapipe.layout.buckets import BucketPlan, process_buckets
 from megapipe.layout.context_plan import PASSES, Pass
-from megapipe.layout.costs import scaled
-from megapipe.layout.expert_time import alike, trained
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import speed
 from megapipe.layout.speeds import Speeds
-from megapipe.plan.buckets import BucketPlan, process_buckets
 from megapipe.plan.context_choice import cost_of
+from megapipe.plan.moe.time import alike, trained
+from megapipe.plan.moe.ways import is_of_experts
 from megapipe.plan.traffic import (
     Exchange,
     largest_message,
@@ -40,6 +40,7 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.streams.times import window_times
 from megapipe.schedule.timing.simulate import Timeline, simulate
+from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
 KINDS: tuple[Operation, ...] = ("F", "R", "I", "W", "B")
 SIMULATED = ("attention", "experts")
@@ -65,16 +66,25 @@ def expected_step(units: Units, speeds: Speeds, timeline: Timeline) -> tuple[flo
 def _cost(units: Units, speeds: Speeds) -> Cost:
     if speeds.tflops is None:
         layout = units.layout
-        return scaled(layout.cost, 1 / layout.model.unit_of_work())
+        tokens = layout.local_length * units.config.train.microbatch
+        return _computed(units, tokens / layout.tp * float(layout.model.unit_of_work()))
     return timed_cost(units, speeds)
+
+
+def _computed(units: Units, rate: float) -> Cost:
+    """Time of the FLOPs of every operation at so many in a unit of time."""
+    stages = range(units.layout.stages)
+    F, R, I, W = (  # noqa: E741
+        tuple(units.flops(stage, what) / rate for stage in stages) for what in KINDS[:4]
+    )
+    return replace(units.layout.cost, F=F, R=R, I=I, W=W)
 
 
 def timed_cost(units: Units, speeds: Speeds) -> Cost:
     """Seconds of every operation, message, reduction and gathering of a step, on a device of known
     speed. Raises :class:`ConfigError`."""
     config, layout = units.config, units.layout
-    tokens = layout.local_length * config.train.microbatch
-    computed = scaled(layout.cost, tokens / layout.tp / speeds.reached)
+    computed = _computed(units, speeds.reached)
     reduce, gather, buckets = _replicas(config, layout)
     stride = layout.tp * layout.cp * layout.dp
 
@@ -147,7 +157,8 @@ class _Waits(NamedTuple):
         if sent["F"]["experts"]:
             experts = {n: count for n, count in layout.model.experts().items() if n in layers}
             for layer, number in alike(experts).items():
-                passes = trained(config, layout.device, speeds, layer, layout.expert_chunks)
+                dispatch, chunks = config.experts.dispatch, config.experts.number_of_chunks
+                passes = trained(units, speeds, layer, dispatch, chunks)
                 for what in PASSES:
                     simulated["experts"][what] += number * passes[what].exposed
         return cls(sent, kept, simulated)
@@ -171,7 +182,7 @@ def _group(transfer: Transfer) -> str:
     and back, which are simulated with what is computed meanwhile; tp, or others."""
     if transfer.axis in ("cp", "ulysses") and transfer.kind != "all_reduce":
         return "attention"
-    if transfer.axis.startswith("ep") and transfer.dtype != "int64":
+    if is_of_experts(transfer):
         return "experts"
     return "tp" if transfer.axis == "tp" else "others"
 
@@ -225,7 +236,7 @@ def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float],
 def _complete(buckets: Sequence[BucketPlan]) -> list[float]:
     """Share of the last W or B of a stage after which each of its buckets is complete; that of
     experts comes last."""
-    done = list(accumulate(bucket.multiplied for bucket in buckets if not bucket.experts))
+    done = list(accumulate(bucket.multiplied for bucket in buckets if not bucket.over_ep))
     late = [1.0] * (1 + len(buckets) - len(done))
     return [each / done[-1] for each in done[:-1]] + late
 
@@ -252,7 +263,7 @@ def exchanged(config: Config, layout: Layout, bucket: BucketPlan) -> tuple[float
     if bucket.frozen:
         return 0.0, float(gathered) / rate if layout.replicas.zero == 3 else 0.0
     reduced = sum(exchange.wire for exchange in reduction(config, bucket, 1))
-    copies = bucket.copies / (1e9 * speed(config, layout.expert_ranks))
+    copies = bucket.copies / (1e9 * speed(config, layout.ep_ranks))
     of_weights = copies * DTYPE_BYTES[config.model.dtype]
     of_gradients = copies * main_bytes(config.model.dtype)
     return float(reduced) / rate + of_gradients, float(gathered) / rate + of_weights

@@ -6,9 +6,8 @@ from fractions import Fraction
 from itertools import chain
 from operator import attrgetter
 
-from megapipe.config import Config
-from megapipe.context_config import TURNED
-from megapipe.dtypes import DTYPE_BYTES
+from megapipe.config.config import Config
+from megapipe.config.context import TURNED
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import padded_vocabulary
 from megapipe.layers.specs import held_numel
@@ -24,9 +23,10 @@ from megapipe.plan.communicators import communicators
 from megapipe.plan.context_choice import cost_of, way_of
 from megapipe.plan.context_row import row
 from megapipe.plan.demand import memory_lines, pace_lines, size_text
-from megapipe.plan.migration_traffic import migration_traffic
+from megapipe.plan.moe.migration_traffic import migration_traffic
 from megapipe.plan.pace import expected
 from megapipe.plan.traffic import OF_COPIES, Exchange, pipeline_messages, step_traffic
+from megapipe.plan.unit import SPLIT
 from megapipe.plan.units import Units
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
@@ -36,12 +36,13 @@ from megapipe.schedule.render import text as draw
 from megapipe.schedule.streams.ledger import staleness
 from megapipe.schedule.streams.stream import Stream, moved_back, predictions_kept, versions_kept
 from megapipe.schedule.timing.simulate import Timeline
+from megapipe.util.dtypes import DTYPE_BYTES
 from megapipe.words import columns, counted
 
 
 def report(config: Config, layout: Layout, imbalance: Fraction | None = None) -> str:
     """The plan of a resolved configuration, with the memory of a rank whose experts get so many
-    times the mean rows (:func:`megapipe.layout.expert_checks.check_imbalance`).
+    times the mean rows (:func:`megapipe.layout.moe.checks.check_imbalance`).
 
     Raises :class:`ConfigError` if the size of the vocabulary is not known yet or the stages hold
     other layers than the model has, and :class:`ScheduleError` if the schedule cannot be executed.
@@ -64,7 +65,7 @@ def report(config: Config, layout: Layout, imbalance: Fraction | None = None) ->
         [f"plan of {config.run.name}"],
         _model_lines(layout),
         [
-            *_run_lines(config, layout, speeds),
+            *_run_lines(units, speeds),
             *memory_lines(units, speeds, imbalance),
             *_message_lines(units),
             *pace_lines(units, speeds, timeline),
@@ -86,7 +87,7 @@ def held_by_process(config: Config, layout: Layout, schedule: Schedule) -> list[
 
     def held(stages: Sequence[int]) -> int:
         own = (layout.model.parameters(layout.stage_layers[stage]) for stage in stages)
-        return held_numel(chain.from_iterable(own), layout.tp, *layout.of_experts)
+        return held_numel(chain.from_iterable(own), layout.tp, *layout.ep_sizes)
 
     return [held(stages) for stages in numbers]
 
@@ -116,7 +117,8 @@ def _padded(layout: Layout) -> str:
     return f", padded to {padded_vocabulary(vocabulary, layout.tp):,}"
 
 
-def _run_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
+def _run_lines(units: Units, speeds: Speeds) -> list[str]:
+    config, layout = units.config, units.layout
     train, schedule = config.train, layout.schedule
     held = held_by_process(config, layout, schedule)
     length = train.sequence_length
@@ -133,7 +135,7 @@ def _run_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
             f"{layout.microbatches:,} micro-batches of {train.microbatch} per replica"
         ),
         *([_slices_line(config, layout)] if schedule.slices > 1 else []),
-        *(_context_lines(config, layout, speeds) if layout.cp > 1 else []),
+        *(_context_lines(units, speeds) if layout.cp > 1 else []),
         (
             f"compute       {per_token * tokens:.4g} FLOPs per step, {per_token:.4g} per token, "
             f"{per_token * tokens / layout.world:.4g} per process and step on average"
@@ -154,11 +156,11 @@ def changed_by_experts(config: Config) -> str:
 
 def _expert_ranks(config: Config, layout: Layout) -> str:
     """A remark on the ranks over which experts are split; empty where they are not."""
-    if layout.expert_ranks == 1:
+    if layout.ep_ranks == 1:
         return ""
     inner = f" x etp {layout.etp}" if layout.etp > 1 else ""
-    chunks, slots = layout.expert_chunks, config.experts.slots
-    how = layout.model.conditions.dispatch + (f" in {chunks} chunks" if chunks > 1 else "")
+    chunks, slots = config.experts.number_of_chunks, config.experts.slots
+    how = config.experts.dispatch + (f" in {chunks} chunks" if chunks > 1 else "")
     how += f", {counted(slots, 'slot')} for copies on each rank" if slots else ""
     how += changed_by_experts(config)
     return f", experts over ep {layout.ep}{inner} of a pipeline index by {how}"
@@ -169,7 +171,7 @@ def _sharded(config: Config, layout: Layout) -> str:
     if layout.replicas.zero < 3:
         return ""
     parts = config.optimizer.shard_size or layout.dp_cp
-    copies = layout.copies_of_experts if layout.model.experts() else layout.dp_cp
+    copies = layout.edp if layout.model.experts() else layout.dp_cp
     experts = min(config.optimizer.shard_size or copies, copies)
     of_experts = f" (of experts 1/{experts})" if experts != parts else ""
     return f", of which it keeps 1/{parts}{of_experts} of each stage between uses"
@@ -223,8 +225,9 @@ def _slices_line(config: Config, layout: Layout) -> str:
     )
 
 
-def _context_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
+def _context_lines(units: Units, speeds: Speeds) -> list[str]:
     """How positions are split and attended to, and what that makes of a step's operations."""
+    config, layout = units.config, units.layout
     split, context = layout.split, config.context
     parts = [f"{layout.local_length:,} of {config.train.sequence_length:,} positions per rank"]
     if split.ulysses > 1:
@@ -236,16 +239,14 @@ def _context_lines(config: Config, layout: Layout, speeds: Speeds) -> list[str]:
     scores = config.train.microbatch * config.model.heads // layout.tp * layout.local_length
     stored = scores * config.train.sequence_length * DTYPE_BYTES[config.model.dtype]
     parts.append(f"stored scores of a layer: 0 B, where s^2 / n would be {size_text(stored)}")
-    work = [
-        layout.model.causal_work(stage, own, again=number in layout.schedule.recompute)
-        for number, (stage, own) in enumerate(zip(layout.stage_layers, layout.spans, strict=True))
-    ]
-    F, I, W = (float(sum(map(attrgetter(kind), work))) for kind in "FIW")  # noqa: E741
+    F, I, W = (  # noqa: E741
+        sum(units.flops(stage, what) for stage in range(layout.stages)) for what in SPLIT
+    )
     return [
         f"context       {'; '.join(parts)}",
         *_way_lines(config, layout, speeds),
         (
-            f"operations    F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by causal FLOPs "
+            f"operations    F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by FLOPs of kernels "
             f"(scripts/schedule.py --cost F=1,I={I / F:.2f},W={W / F:.2f})"
         ),
     ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -18,18 +18,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megapipe.assembly.context import make_context
-from megapipe.assembly.expert_places import make_places
+from megapipe.assembly.moe.replicas import make_places
 from megapipe.assembly.sharding import make_sharding
 from megapipe.assembly.stage import make_stage
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.context.packs import most_together
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import Coordinates, Grid
 from megapipe.distributed.planned import Collective, PlannedMesh
-from megapipe.layers.expert_rows import Counts, count_rows
-from megapipe.layers.experts import Experts, expert_layers
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe.experts import Experts, expert_layers
+from megapipe.layers.moe.permutation import Counts, count_rows
 from megapipe.layers.parameter import spec_of
+from megapipe.layers.scratch import Scratch
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import Loss, Message, StageModule
@@ -38,11 +39,20 @@ from megapipe.model.partition import StageSpec
 from megapipe.ops.documents import Documents
 from megapipe.ops.kernels import Kernels
 from megapipe.plan.kernels import planned_kernels
-from megapipe.plan.segments import Measured, Part, Segment, Short, Slice, shortened, units_of
+from megapipe.plan.results import Results
+from megapipe.plan.segments import (
+    Measured,
+    Part,
+    Segment,
+    Short,
+    Slice,
+    part_of,
+    shortened,
+    units_of,
+)
 from megapipe.plan.trace import Trace
 from megapipe.plan.unit import TWO_HOPS, Operation, Transfer, Unit
-from megapipe.plan.units import part_of
-from megapipe.user_code import FAILURES
+from megapipe.util.user_code import FAILURES
 
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _Walked = list[dict[Operation, tuple[Segment, ...]]]
@@ -86,10 +96,12 @@ def run_part(
     at: Coordinates | None = None,
     kernels: Kernels | None = None,
     imbalance: Fraction | None = None,
+    results: Results | None = None,
 ) -> Measured:
-    """Run a part of a stage as :func:`measure` runs a stage."""
-    at = at or Coordinates(0, 0, 0, 0)
-    return _Run(config, layout, part, rows, at, kernels, imbalance).measured()
+    """Run a part of a stage as :func:`measure` runs a stage. `results` of other runs are used, and
+    added to."""
+    at, results = at or Coordinates(0, 0, 0, 0), results or Results()
+    return _Run(config, layout, part, rows, at, kernels, imbalance, results).measured()
 
 
 class _Run:
@@ -104,6 +116,7 @@ class _Run:
         at: Coordinates,
         kernels: Kernels | None,
         imbalance: Fraction | None,
+        results: Results,
     ) -> None:
         self.config, self.layout, self.part, self.rows = config, layout, part, rows
         self.document = config.train.sequence_length
@@ -127,17 +140,16 @@ class _Run:
             _fill_slots(config, self.module)
             for layer in expert_layers(self.module):
                 count = _EvenCounts(layer, rows, config.train.sequence_length, imbalance)
-                form = replace(layer.sharding.form, count=count)
-                layer.sharding = replace(layer.sharding, form=form)
+                layer.dispatcher = replace(layer.dispatcher, count=count)
             self.stage = make_stage(layout, self.module, part.spans, recompute=part.recompute)
         self.stage.own_autograd_parameters()
-        self.trace = Trace(layout.device, self.stage.cached_bytes)
+        self.trace = Trace(layout.device, self.stage.cached_bytes, results)
         self._mark_layers()
 
     def measured(self) -> Measured:
-        """Run it three times: once for what stays, such as tables of positions."""
+        """Run it twice, after a forward for what stays, such as tables of positions."""
         with _META, fused_attention():
-            self._walk()
+            self._walk(backward=False)
             self.trace.know(_lasting(self.module))
             split, fused = self._walk(), self._walk(fused=True)
             if self.packs:
@@ -165,7 +177,7 @@ class _Run:
             tensors = [parameter.data] if own.frozen else [parameter.data, main_grad(parameter)]
             self.trace.belong(of[own.name], tensors)
 
-    def _walk(self, *, fused: bool = False) -> _Walked:
+    def _walk(self, *, fused: bool = False, backward: bool = True) -> _Walked:
         """Run F of all slices, then the backward of each in descending order."""
         stage, trace, part = self.stage, self.trace, self.part
         lengths = self.layout.local_lengths
@@ -180,7 +192,7 @@ class _Run:
             with self._operation(found[j], "F"):
                 y = stage.forward((0, j), self._received(inputs[j]), mb)
                 del y
-        for j in reversed(range(len(batches))):
+        for j in reversed(range(len(batches) if backward else 0)):
             if part.recompute:
                 with self._operation(found[j], "R"):
                     stage.recompute_ahead((0, j))
@@ -209,7 +221,6 @@ class _Run:
         held = None
         if layout.split.cp > 1:
             held = layout.split.held(layout.slice_lengths, mesh.cp.index)
-        loads: dict[int, Tensor] = {}
         for length in lengths:
             shape = (self.rows, length)
             ids = torch.empty(shape, dtype=torch.int64)
@@ -226,8 +237,7 @@ class _Run:
                 held=held,
                 positions=ids.t() if self.config.resets_positions else None,
                 sequence_length=sum(lengths) if len(lengths) > 1 else None,
-                earlier={} if len(lengths) > 1 else None,
-                loads=loads,
+                sequence_scratch=Scratch() if len(lengths) > 1 else None,
             )
             start += length
 
@@ -282,7 +292,7 @@ class _Run:
 
     def _axis(self, seen: Collective) -> str:
         mesh = self.mesh
-        hops = zip(TWO_HOPS, mesh.expert_hops or (), strict=False)
+        hops = zip(TWO_HOPS, mesh.ep_hops or (), strict=False)
         for name, axis in (("ep", mesh.ep), *hops):
             if seen.group is axis.group:
                 return name
@@ -384,25 +394,27 @@ class _EvenCounts:
 
     def __call__(self, choice: Tensor, places: int, ep: Axis) -> Counts:
         counted = count_rows(choice, places, ep)
-        ranks = max(1, ep.size // self.layer.sharding.etp)
+        ranks = max(1, ep.size // self.layer.dispatcher.etp)
         experts, on_each = self.layer.routing.experts, places // ranks
         owned = experts // ranks
         all_own = Fraction(choice.numel(), max(owned, choice.shape[-1]))  # each once by a token
         more = 1 if self.more is None or ranks == 1 else self.more
-        of_own = min(choice.numel() * more / experts, all_own)
+        of_own = min(Fraction(choice.numel()) * more / experts, all_own)
         if self.more is None and self.layer.routing.places(self.length) is not None:
             of_own = all_own
         others = (choice.numel() - of_own * owned) / max(1, experts - owned)
-        known = []
+        known, before = [], Fraction(0)
         for place in range(places):
             rank, number = divmod(place, on_each)
-            own = rank == ep.index // self.layer.sharding.etp
-            known.append(self._bounded(of_own if own else others) * (number < owned))
+            own = rank == ep.index // self.layer.dispatcher.etp
+            after = before + (of_own if own else others) * (number < owned)
+            known.append(self._bounded(ceil(after) - ceil(before)))  # whole rows, that add up
+            before = after
         return Counts([known] * ep.size, counted.there)
 
-    def _bounded(self, rows: Fraction | float) -> int:
+    def _bounded(self, rows: int) -> int:
         """Rows of an expert as far as it takes them."""
         most = self.layer.routing.places(self.length)
         if most is None:
-            return int(rows)
-        return min(int(rows), -(-self.rows * most // self.layer.sharding.sequence.size))
+            return rows
+        return min(rows, -(-self.rows * most // self.layer.sharding.sequence.size))

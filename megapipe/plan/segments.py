@@ -15,6 +15,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from megapipe.layers.policy import Span
+from megapipe.layout.layout import Layout
 from megapipe.model.partition import StageSpec
 from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
 
@@ -73,6 +74,12 @@ class Part(NamedTuple):
     spans: Sequence[Span]
     recompute: bool
     """The stage is recomputed as a whole."""
+
+
+def part_of(layout: Layout, stage: int) -> Part:
+    """Return the units of the model that a stage of a layout has."""
+    spec, spans = layout.stage_layers[stage], layout.spans[stage]
+    return Part(spec, spans, stage in layout.schedule.recompute)
 
 
 class Short(NamedTuple):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from megapipe.context.entries import Entry, attention_flops
 from megapipe.layout.layout import DeviceKind
-from megapipe.ops.storages import LiveStorages
+from megapipe.ops.storages import LiveStorages, tensors_in
 from megapipe.plan.kernels import STAND_INS, WORKSPACES
+from megapipe.plan.results import Results
 from megapipe.plan.segments import Segment
 from megapipe.plan.unit import Kernel, Transfer
 
@@ -28,16 +29,21 @@ _NO_KERNEL = re.compile(
 class Trace(LiveStorages):
     """Bytes alive, and the kernels and collectives in their order, on a device of a `kind`."""
 
-    def __init__(self, kind: DeviceKind, cached: Callable[[], int]) -> None:
+    def __init__(self, kind: DeviceKind, cached: Callable[[], int], results: Results) -> None:
         super().__init__()
         self._stand_ins, self._workspaces = STAND_INS[kind], WORKSPACES[kind]
-        self._cached = cached
+        self._cached, self._results = cached, results
         self._layers: dict[int, int] = {}
         self._calls: list[Kernel | Transfer] = []
         self._done: list[Segment] = []
         self._seen: set[int | None] = set()
         self._layer: int | None = None
         self._before = self._now()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from loading its compiler only to tell it to leave this mode alone."""
+        return False
 
     def belong(self, layer: int, tensors: Iterable[Tensor]) -> None:
         """Begin a segment where one of these `tensors` is first taken."""
@@ -85,22 +91,26 @@ class Trace(LiveStorages):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        for tensor in _tensors((args, kwargs)):
+        given = [*tensors_in(args), *tensors_in(kwargs)]
+        for tensor in given:
             layer = self._layers.get(tensor.untyped_storage()._cdata)
             if layer is not None and layer not in self._seen:
                 self._end_segment()
                 self._turn(layer)
         run = self._stand_ins.get(func, func)
-        out = super().__torch_dispatch__(run, types, args, kwargs)
+        out = self._results.call(run, args, kwargs or {}, given)
+        self.count(run, out)
         if func in self._workspaces:
             inside = self._workspaces[func](*args, **kwargs or {})
             self.peak = max(self.peak, self.bytes + inside)
         if func.namespace != "prim" and not _NO_KERNEL.fullmatch(func._overloadpacket.__name__):
-            self.note(_kernel(func, args, kwargs or {}, out))
+            self.note(_kernel(func, args, kwargs or {}, given, out))
         return out
 
 
-def _kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Kernel:
+def _kernel(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], out: Any
+) -> Kernel:
     packet = func._overloadpacket
     product = _product(packet.__name__, args)
     flops = 0
@@ -113,8 +123,8 @@ def _kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
     return Kernel(
         name=packet.__name__,
         flops=flops,
-        read=sum(map(_bytes, _tensors((args, kwargs)))),
-        written=sum(map(_bytes, _tensors(out))),
+        read=sum(map(_bytes, given)),
+        written=sum(map(_bytes, tensors_in(out))),
         product=product,
     )
 
@@ -131,20 +141,16 @@ def _product(name: str, args: Sequence[Any]) -> tuple[int, int, int] | None:
 
 
 def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """FLOPs of the scores that a causal mask leaves: two products forward, five backward."""
+    """Count the FLOPs of the scores that a causal mask leaves."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     q, k = given["query"], given["key"]
     heads, (s, t) = prod(q.shape[:-2]), (q.shape[-2], k.shape[-2])
     if q.dim() == 3:  # rows of sequences after each other, [rows, heads, d]
         heads, (s, t) = q.shape[1] * (len(given["cum_seq_q"]) - 1), (given["max_q"], given["max_k"])
-    scores = s * (s + 1) // 2 if given.get("is_causal", False) else s * t
-    products = 5 if "backward" in func._overloadpacket.__name__ else 2
-    return int(2 * products * heads * scores * q.shape[-1])
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    computed = Entry(slice(0, s), slice(0, t), given.get("is_causal", False)).scores
+    backward = "backward" in func._overloadpacket.__name__
+    return int(attention_flops(heads * computed, q.shape[-1], backward=backward))
 
 
 def _bytes(tensor: Tensor) -> int:

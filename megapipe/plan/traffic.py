@@ -25,16 +25,16 @@ from fractions import Fraction
 from itertools import groupby, pairwise
 from math import prod
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.shares import share
-from megapipe.dtypes import DTYPE_BYTES, main_bytes
+from megapipe.layout.buckets import BucketPlan, Group, process_buckets
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import bytes_of
-from megapipe.plan.buckets import BucketPlan, Group, process_buckets
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 from megapipe.plan.unit import OPERATIONS, Operation, Transfer, Unit, on_the_wire
 from megapipe.plan.units import Units
-from megapipe.schedule.ir import Kind
+from megapipe.schedule.op_types import op_types
+from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
 OF_COPIES = ("copies", "gradients of copies")
 """Exchanges of experts that ranks have copies of: weights, and gradients."""
@@ -42,9 +42,9 @@ OF_COPIES = ("copies", "gradients of copies")
 SCALAR = 8
 """Counts, losses and norms are summed in fp64."""
 
-_OTHER_TOTALS = 7
+_OTHER_TOTALS = 8
 """Numbers in the totals beside squared norms: loss, tokens, requests to stop, save and finish a
-save, whether states are finite, memory."""
+save, whether states are finite, tokens of the next step, memory."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _units(units: Units, stage: int, rows: int | None, index: int) -> list[Unit]
 
 def _exchanges(layout: Layout) -> bool:
     """Whether stages of a layout exchange anything but messages."""
-    return max(layout.tp, layout.cp, layout.expert_ranks) > 1
+    return max(layout.tp, layout.cp, layout.ep_ranks) > 1
 
 
 def _over_cp(unit: Unit) -> float:
@@ -164,56 +164,43 @@ def _of_stages(units: Units, rank: int, index: int | None) -> Iterator[Exchange]
         return
     counts: Counter[tuple[str, str, str, int]] = Counter()
     amounts: Counter[tuple[str, str, str, int]] = Counter()
-    operations = Counter(each for own in layout.process_ranks(rank) for each in _runs(units, own))
-    for (stage, rows, part, what, run), times in operations.items():
+    ranks = layout.process_ranks(rank)
+    types = Counter(each for own in ranks for each in op_types(layout.schedule, own))
+    for what, times in types.items():
         if index is None:
-            at = units.index_with_most(stage, _over_cp)
+            at = units.index_with_most(what.stage, _over_cp)
         else:
             at = layout.split.index(layout.split.place(index)[0], 0)
-        for each in _units(units, stage, rows, at)[part].transfers(run):
-            key = each.axis, each.kind, what, each.members
+        rows = int(what.size * units.config.train.microbatch)
+        unit = _units(units, what.stage, rows, at)[what.slice]
+        operation = OPERATIONS[what.kind]
+        rebuilding = unit.transfers("R") if what.rebuilds else []
+        for each in unit.transfers(operation) + rebuilding:
+            key = each.axis, each.kind, operation, each.members
             counts[key] += times
             amounts[key] += times * each.bytes
-    for key, count in counts.items():
-        axis, collective, what, members = key
-        yield Exchange(axis, collective, what, count, amounts[key], members)
-
-
-def _runs(units: Units, rank: int) -> Iterator[tuple[int, int, int, str, Operation]]:
-    """Yield all that runs in a step of a pipeline rank: (stage, rows, slice, operation, and the one
-    whose work it does). An I or B that no R is ahead of does that of R, too."""
-    schedule, microbatch = units.layout.schedule, units.config.train.microbatch
-    built = set()
-    for op in schedule.rank_ops(rank):
-        if op.kind == Kind.U:
-            continue
-        rows = int(schedule.size_of(op.microbatch) * microbatch)
-        piece = op.stage, op.microbatch, op.slice
-        run = OPERATIONS[op.kind]
-        yield op.stage, rows, op.slice, run, run
-        if op.kind == Kind.R:
-            built.add(piece)
-        elif op.kind in (Kind.I, Kind.B) and op.stage in schedule.recompute and piece not in built:
-            yield op.stage, rows, op.slice, run, "R"
+    for (axis, collective, run, members), count in counts.items():
+        amount = amounts[axis, collective, run, members]
+        yield Exchange(axis, collective, run, count, amount, members)
 
 
 def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
-    zero, main = layout.replicas.zero, main_bytes(config.model.dtype)
-    actions = replica_actions(layout, rank) if zero >= 2 else []
+    main = main_bytes(config.model.dtype)
+    actions = replica_actions(layout, rank) if layout.replicas.zero >= 2 else []
     ends = (0, layout.stages - 1)
     for bucket in process_buckets(config, layout, rank):
         users = ends if bucket.stage == layout.stages else (bucket.stage,)
         reductions = gathers = 1
-        if zero >= 2 and bucket.in_runs:
+        if bucket.sharded_grads:
             reductions = reductions_of(actions, bucket.stage)
-        if zero == 3:
+        if bucket.sharded_weights:
             gathers = gathers_of(actions, users)
         weights = gathers * bucket.numel * DTYPE_BYTES[config.model.dtype]
         gather = Exchange(
             bucket.shard.axis, "all_gather", "weights", gathers, weights, bucket.shard.members
         )
         if bucket.frozen:
-            if zero == 3:
+            if bucket.sharded_weights:
                 yield gather
             continue
         yield from reduction(config, bucket, reductions)
@@ -222,7 +209,7 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
             what = "sequence shards" if config.parallel.sequence_parallel else "parts of heads"
             parts = reductions * partial * main
             yield Exchange("tp", "all_reduce", what, reductions, parts, layout.tp)
-        if bucket.linked:
+        if bucket.link:
             yield _copied(config, layout, bucket)
         if bucket.updates:
             yield gather
@@ -239,7 +226,7 @@ def _of_copies(config: Config, layout: Layout, bucket: BucketPlan) -> Iterator[E
     sizes = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
     for what, size in zip(OF_COPIES, sizes, strict=True):
         amount = bucket.copies * size
-        yield Exchange("ep", "all_to_all", what, layers, amount, layout.expert_ranks, whole=False)
+        yield Exchange("ep", "all_to_all", what, layers, amount, layout.ep_ranks, whole=False)
 
 
 def _copied(config: Config, layout: Layout, bucket: BucketPlan) -> Exchange:
@@ -292,13 +279,9 @@ def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
 def pipeline_messages(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
     """A message forward and one back, per piece, at each border between two ranks, by peer."""
     schedule = layout.schedule
-    alike = Counter(
-        (schedule.direction_of(microbatch), schedule.size_of(microbatch))
-        for microbatch in range(schedule.microbatches)
-    )
     messages: Counter[int] = Counter()
     amounts: Counter[int] = Counter()
-    for (replica, size), count in alike.items():
+    for (replica, size), count in schedule.numbers.items():
         rows = int(size * config.train.microbatch)
         for stage, border in enumerate(pairwise(schedule.placement.table[replica])):
             if rank not in border or border[0] == border[1]:
@@ -314,8 +297,9 @@ def pipeline_messages(config: Config, layout: Layout, rank: int) -> Iterator[Exc
 
 
 def _scalars(config: Config, layout: Layout) -> Iterator[Exchange]:
-    """Sums in a fixed order are all-gathers: the unmasked tokens before the first backward, and at
-    the end the totals of the step, with the squared norms of each stage and of the tied matrix."""
+    """Sums in a fixed order are all-gathers: the unmasked tokens before the first backward, which
+    in later steps come with the totals of the one before where the pipeline is flushed, and at the
+    end the totals of the step, with the squared norms of each stage and of the tied matrix."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pipeline_processes}
     ends = {homes[-1] for homes in layout.schedule.placement.table}
     told = sum(layout.model.told().values())

@@ -18,9 +18,10 @@ OPERATIONS: Mapping[Kind, Operation] = {
     Kind.W: "W",
     Kind.B: "B",
 }
+SPLIT: tuple[Operation, ...] = ("F", "I", "W")
+"""Operations of a forward and a backward in two."""
 TWO_HOPS = ("ep in a node", "ep between nodes")
-"""Axes of a node's ranks of those over which experts are split, and of those that have one place in
-each node."""
+"""Axes of the ranks of a node that share ep, and of those that have one place in each node."""
 
 
 class Kernel(BaseModel):

@@ -15,10 +15,12 @@ bits   field          note
 """
 
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
+from functools import cached_property
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
@@ -52,6 +54,7 @@ class Kind(IntEnum):
     micro-batch has the window."""
 
 
+_KINDS = tuple(Kind)
 WORK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
 """Kinds that work on a micro-batch, by their numbers."""
 
@@ -97,7 +100,7 @@ def unpack(code: int) -> Op:
     if kind > Kind.U:
         raise ScheduleError(f"operation code {code}: kind {kind} is unknown; kinds are 0 to 5")
     return Op(
-        Kind(kind),
+        _KINDS[kind],
         code >> STAGE_SHIFT & STAGE_MASK,
         code >> MICROBATCH_SHIFT & MICROBATCH_MASK,
         code >> SLICE_SHIFT & SLICE_MASK,
@@ -230,6 +233,12 @@ class Schedule:
     def size_of(self, microbatch: int) -> Fraction:
         """The share of a whole micro-batch's rows that a micro-batch holds."""
         return self.sizes[microbatch] if self.sizes else Fraction(1)
+
+    @cached_property
+    def numbers(self) -> Mapping[tuple[int, Fraction], int]:
+        """How many micro-batches have each direction and size."""
+        each = range(self.microbatches)
+        return Counter(zip(map(self.direction_of, each), map(self.size_of, each), strict=True))
 
     @property
     def whole_microbatches(self) -> Fraction:

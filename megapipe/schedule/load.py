@@ -9,7 +9,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.generators.registry import HINTS, OPTIONS, accepts, aliases, build, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.text import from_csv
-from megapipe.user_code import UserCode
+from megapipe.util.user_code import UserCode
 
 
 def load(spec: str, *, ranks: int, microbatches: int, **options: Any) -> Schedule:

@@ -3,7 +3,7 @@
 Each rank stops before its first operation that is not a forward, or whose input a stopped rank has
 not made. So every message of the prefix can be received within it, and a step that is aborted after
 the prefix leaves nothing behind. At that point an optimizer step that was taken before the global
-norm was known is validated (:mod:`megapipe.train.post_validation`).
+norm was known is validated (:mod:`megapipe.train.step.post_validation`).
 """
 
 import itertools

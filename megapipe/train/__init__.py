@@ -1,4 +1,4 @@
-"""Training: one step (:mod:`megapipe.train.step`) and the run around it.
+"""Training: one step (:mod:`megapipe.train.step.flushed`) and the run around it.
 
 The package can be called: ``megapipe.train(config, ...)`` is :func:`megapipe.train.objects.train`.
 """

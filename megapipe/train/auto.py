@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megapipe.beneath import write_beneath
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.recorder import Record, measured_cost, timeline
 from megapipe.errors import ScheduleError
@@ -29,7 +28,8 @@ from megapipe.schedule.search import Found, search
 from megapipe.schedule.text import from_csv, to_csv
 from megapipe.schedule.timing.idle import typical_latency
 from megapipe.schedule.timing.simulate import simulate
-from megapipe.train.step import TrainStep
+from megapipe.train.train_step import TrainStep
+from megapipe.util.beneath import write_beneath
 
 WARM_UP = 1
 """Steps before the first timed one, at the start and after the switch."""

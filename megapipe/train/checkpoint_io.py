@@ -6,108 +6,17 @@ rectangles, without the padding of the vocabulary. A rank reads the regions that
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import NamedTuple, Protocol
+from collections.abc import Container, Iterable, Iterator
 
-import torch
-from pydantic import JsonValue
 from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint, readers
-from megapipe.checkpoint.regions import Region, flat_regions
-from megapipe.checkpoint.storage import Place
-from megapipe.checkpoint.writer import Meta, Piece
-from megapipe.cli import flatten
-from megapipe.config import Config
+from megapipe.checkpoint.regions import flat_regions
+from megapipe.checkpoint.stateful import Weights
+from megapipe.checkpoint.writer import Piece
 from megapipe.layers.parameter import LocalParameter
-from megapipe.layout.layout import Layout
-from megapipe.left_out import LeftOut
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.state_store import VELOCITY
-from megapipe.plan.memory import checkpoint_bytes
-
-
-class Weights(Protocol):
-    """Global tensors to be read by regions: a checkpoint, or what takes the place of one."""
-
-    @property
-    def path(self) -> Place:
-        """Where it is."""
-
-    @property
-    def config(self) -> Mapping[str, JsonValue]:
-        """Keys of the run's configuration, those of the model at least."""
-
-    def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless it has exactly these tensors, ``model/...``."""
-
-    def read_into(self, out: Tensor, name: str, region: Region) -> None:
-        """Fill `out`, on the host, with a region of a tensor; raises CheckpointError."""
-
-
-class Content(NamedTuple):
-    """A rank's arguments of :func:`megapipe.checkpoint.save`."""
-
-    step: int
-    meta: Meta
-    pieces: Iterator[Piece]
-    nbytes: int
-    """Of the pieces of all ranks."""
-
-
-def content(
-    config: Config,
-    layout: Layout,
-    optimizer: Optimizer,
-    *,
-    run_id: str,
-    step: int,
-    samples: int,
-    left_out: LeftOut,
-    order: str,
-    loss_scale: Mapping[str, float],
-    judged: Mapping[str, JsonValue],
-    digests: Mapping[str, str],
-    beside: Iterable[Piece] = (),
-    owners: Mapping[str, Sequence[int]] | None = None,
-    stream: str | None = None,
-) -> Content:
-    """The state after `step` steps, which took `samples` samples in `order`, but for those that are
-    `left_out`. `beside` is this rank's part of what the optimizer does not have, `owners` has the
-    ranks of experts that have moved, by layer, and `stream` names the stream that older versions of
-    the weights belong to."""
-    axes = (
-        "pp",
-        "dp",
-        "cp",
-        "tp",
-        *(name for name in ("ep", "etp") if getattr(layout, name) > 1),
-        "chunks",
-    )
-    meta = Meta(
-        run_id=run_id,
-        layout={name: getattr(layout, name) for name in axes},
-        coordinates={
-            "step": step,
-            "samples": samples,
-            "left_out": [list[JsonValue](each) for each in left_out.ranges],
-            "order": order,
-            "updates": optimizer.count,
-            "lr": optimizer.lr,
-            "loss_scale": dict(loss_scale),
-            "judged": dict(judged),
-            "threads": torch.get_num_threads(),
-            **(
-                {"owners": {n: list[JsonValue](own) for n, own in owners.items()}} if owners else {}
-            ),
-            **({} if stream is None else {"stream": stream}),
-        },
-        config=flatten(config),
-        digests=dict(digests),
-    )
-    own = chain(pieces(optimizer), beside)
-    return Content(step, meta, own, checkpoint_bytes(config, layout))
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:

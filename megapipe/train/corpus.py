@@ -8,20 +8,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megapipe import heartbeat
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.data import DataConfig
+from megapipe.config.section import OnResume
 from megapipe.data.build import Past
 from megapipe.data.prepare.leftovers import remove_leftovers
 from megapipe.data.sources import Sources, load_sources
 from megapipe.data.tokenizer import Tokenizer
-from megapipe.data_config import DataConfig
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import DataError, MegapipeError
-from megapipe.left_out import LeftOut
-from megapipe.train.changes import Change
-from megapipe.train.coordinates import Coordinates
+from megapipe.train.resume.changes import Change
+from megapipe.train.resume.coordinates import Coordinates
+from megapipe.util import heartbeat
+from megapipe.util.left_out import LeftOut
 from megapipe.watch.journal import text
 
 T = TypeVar("T")
@@ -78,7 +79,9 @@ def past_of(checkpoint: Checkpoint | None, *, anew: bool, left_out: LeftOut) -> 
     if anew:
         return Past(checkpoint.step, left_out=left_out)
     found = Coordinates.of(checkpoint)
-    return Past(checkpoint.step, found.samples, found.order, found.left_out_with(left_out))
+    kept = LeftOut.stored(checkpoint.manifest.coordinates.get("left_out", []))
+    gone = kept.going_on(left_out, found.samples)
+    return Past(checkpoint.step, found.samples, found.order, gone)
 
 
 def name_of(data: DataConfig) -> str:
@@ -118,12 +121,14 @@ def change_of_corpus(
     config, stored = checkpoint.manifest.config, checkpoint.manifest.digests
     if prepared.digest != stored.get("corpus") and prepared.content != stored.get("content"):
         before = f"{_stored_name(config)} ({stored.get('content', 'unknown')[:8]})"
-        return Change("corpus", before, f"{name_of(data)} ({prepared.content[:8]})")
+        now = f"{name_of(data)} ({prepared.content[:8]})"
+        return Change("corpus", before, now, OnResume.ORDER)
     tokenizer = stored.get("tokenizer", prepared.tokenizer)
     if prepared.tokenizer == tokenizer:
         return None
     before = f"{config.get('data.tokenizer')} ({tokenizer[:8]})"
-    return Change("tokenizer", before, f"{data.tokenizer} ({prepared.tokenizer[:8]})")
+    now = f"{data.tokenizer} ({prepared.tokenizer[:8]})"
+    return Change("tokenizer", before, now, OnResume.REFUSED)
 
 
 def _stored_name(config: Mapping[str, Any]) -> str:

@@ -8,28 +8,28 @@ own first and last stages need.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.context.split import HeldPositions
 from megapipe.data.batch import Samples
 from megapipe.data.sources import prefetches
 from megapipe.distributed.mesh import Axis, AxisName, ParallelMesh
 from megapipe.engine.stage import Key
-from megapipe.layers.earlier_slices import EarlierSlices
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.scratch import Scratch
 from megapipe.layout.layout import Layout
-from megapipe.left_out import LeftOut
 from megapipe.ops.documents import Documents, document_ids, positions_in
 from megapipe.ops.transfer import Uploads
 from megapipe.schedule.ir import Schedule
 from megapipe.train.reading import Reader
 from megapipe.train.same_data import check_same_data, checksum
+from megapipe.util.left_out import LeftOut
 
 Rows = Callable[[Sequence[int]], Samples | tuple[Tensor, Tensor, Tensor]]
 """Global sample indices -> tokens [b, s], labels [b, s], mask [b, s], which is bool, or of a
@@ -68,19 +68,19 @@ def pieces(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> Itera
 class Counted(NamedTuple):
     """The unmasked tokens of the last stages of a process, and of a mixture those of each source.
 
-    `losses` [pieces][sources] take the sums of their losses, `loads` [pieces] by layer what routing
-    tells of the pieces.
+    `losses` [pieces][sources] take the sums of their losses, `scratches` [pieces] are what layers
+    have stored beside them.
     """
 
     tokens: int
     by_source: tuple[int, ...] = ()
     losses: Sequence[Tensor] = ()
-    loads: Sequence[Mapping[int, Tensor]] = ()
+    scratches: Sequence[Scratch] = ()
 
     def none(self) -> Counted:
-        """Nothing, of as many sources; but what routing tells, which is of the tokens here."""
+        """Nothing, of as many sources; but what layers have stored, which is of the tokens here."""
         by_source = tuple(0 for _ in self.by_source)
-        return Counted(0, by_source, [loss * 0 for loss in self.losses], self.loads)
+        return Counted(0, by_source, [loss * 0 for loss in self.losses], self.scratches)
 
     def summed_losses(self) -> list[Tensor]:
         """[sources], in a list; without a mixture the list is empty."""
@@ -159,6 +159,8 @@ class Feed:
         self._uploads = Uploads(mesh.device)
         self._ahead: tuple[_Place, _Read] | None = None
         """The data on their way to the device, and their place."""
+        self._total: tuple[_Place, int] | None = None
+        """The unmasked tokens of the global batch at a place, where they are known ahead."""
         self._reader = Reader()
         self._reading: tuple[_Place, Future[Wholes]] | None = None
         """The samples that are being read, and their place."""
@@ -188,11 +190,13 @@ class Feed:
             check_same_data(read.checksum, step, self.mesh)
         self.samples_read = read.samples
         tokens_here, *by_source = read.own
-        total = self._over_replicas(schedule, tokens_here)
+        total = self._known_total(place)
+        if total is None:
+            total = self._over_replicas(schedule, tokens_here)
         positions_in_all = self._positions(schedule)
         near = read.take()
         result = {}
-        earlier: dict[tuple[int, int], dict[int, EarlierSlices]] = {}
+        sequences: dict[tuple[int, int], Scratch] = {}
         losses = [self._losses(0.0)] if self.sources else []
         for piece, ids, at, needed, scored in read.pieces:
             documents = None
@@ -223,10 +227,10 @@ class Feed:
                 held=read.held,
                 positions=positions,
                 sequence_length=read.length,
-                earlier=earlier.setdefault(rows_of, {}) if sliced else None,
+                sequence_scratch=sequences.setdefault(rows_of, Scratch()) if sliced else None,
             )
-        loads = [microbatch.loads for microbatch in result.values()]
-        return result, Counted(tokens_here, tuple(by_source), losses, loads)
+        scratches = [microbatch.scratch for microbatch in result.values()]
+        return result, Counted(tokens_here, tuple(by_source), losses, scratches)
 
     def read_ahead(
         self, schedule: Schedule, rows: Rows, first: int, left_out: LeftOut = NOTHING
@@ -249,6 +253,30 @@ class Feed:
         except Exception:  # it is raised where it belongs: when the samples are fetched
             return
         self._ahead = place, self._start(place, samples)
+
+    def count_ahead(
+        self, schedule: Schedule, rows: Rows, first: int, left_out: LeftOut = NOTHING
+    ) -> float:
+        """This rank's part of the unmasked tokens of what is fetched next, to be added up with all
+        else at the end of a step; NaN where it cannot be read, which :meth:`fetch` will tell."""
+        place = _Place(schedule, rows, first, left_out)
+        if self._ahead is None or self._ahead[0] != place:
+            try:
+                self._ahead = place, self._start(place, self._take(place))
+            except Exception:  # it is raised where it belongs: when the samples are fetched
+                return math.nan
+        return float(self._ahead[1].own[0]) if self.mesh.tp.index == 0 else 0.0
+
+    def know_total(self, total: float) -> None:
+        """Take over what all ranks together have counted ahead; NaN: some rank could not."""
+        ahead = self._ahead if math.isfinite(total) else None
+        self._total = None if ahead is None else (ahead[0], int(total))
+
+    def _known_total(self, place: _Place) -> int | None:
+        if self._total is None or self._total[0] != place:
+            return None
+        (_, total), self._total = self._total, None
+        return total
 
     def _take(self, place: _Place) -> Wholes:
         """The samples of a place: those that were read ahead, or read now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -10,13 +11,12 @@ from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from megapipe import heartbeat, retries
 from megapipe.cli import Command, flatten, show
 from megapipe.command_line import check_temporary_folder, load_torch, phase
-from megapipe.config import Config
-from megapipe.data.tokenizer import load_tokenizer
+from megapipe.config.config import Config
+from megapipe.data.tokenizer import Tokenizer, load_tokenizer
 from megapipe.distributed.environment import set_environment
 from megapipe.errors import MegapipeError, Preempted
 from megapipe.launch import devices, progress, rendezvous
@@ -29,22 +29,36 @@ from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.cuts import check_timeable
 from megapipe.layout.devices import device_kind
-from megapipe.layout.dispatch import on_nodes
-from megapipe.layout.expert_checks import check_imbalance
-from megapipe.layout.expert_copies import check_pool
 from megapipe.layout.fallbacks import check_fewest, check_layouts
 from megapipe.layout.layout import DeviceKind, Layout
+from megapipe.layout.measurements import ExpertForm, Measurements
+from megapipe.layout.moe.checks import check_imbalance
+from megapipe.layout.moe.dispatch import on_nodes
+from megapipe.layout.moe.replicas import check_pool
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import newest_config, package_hash
 from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
+from megapipe.plan.moe.time import chosen_form
 from megapipe.plan.report import report as plan_report
 from megapipe.plan.units import units_of_run
+from megapipe.util import heartbeat, retries
 from megapipe.watch.journal import Journal, text
 from megapipe.watch.rank import WATCHED_S, Watch
 
 if TYPE_CHECKING:
+    import torch
+
+    from megapipe.distributed.mesh import ParallelMesh
     from megapipe.train.callbacks.callback import Callback
+
+
+class _Resolved(NamedTuple):
+    """A configuration and its layout, as far as they are known."""
+
+    config: Config
+    layout: Layout
 
 
 def start(
@@ -65,182 +79,271 @@ def start(
     stop.launcher = os.getppid() if info.hosted else None
     if not command.dry_run:  # before code of the user's may load torch
         check_temporary_folder()
-        given = command.config
-        alone = given.parallel.pp == 1 or given.pipeline.channels == "in_process"
-        set_environment(
-            os.environ,
-            sends_messages=not alone and device_kind(given) == "cuda",
-            deterministic=given.run.deterministic,
-        )
-    world = None if command.dry_run and not info.launched else info.world
-    given = on_nodes(command.config, info.local_world) if info.launched else command.config
-    freed = None if info.launched and not command.dry_run else freed_share
-    config, layout = resolve(given, world, None, where=command.where, freed=freed)
-    check_layouts(given, layout.world, where=command.where, freed=freed_share)
-    if info.options is not None:
-        nodes, ranks = nodes_of(info.options), info.local_world
-        check_fewest(given, nodes, ranks, where=command.where, freed=freed_share)
-    check_sinks(config.log)
-    check_pool(config, layout)
-    check_imbalance(config, command.imbalance)
-    name = config.data.tokenizer
+        _set_environment(command.config)
+    resolved = _resolve(command, info)
     if command.dry_run:
         if info.rank == 0:
-            if config.model.vocab_size is None:
-                vocabulary = load_tokenizer(name).vocab_size
-                config, layout = resolve(
-                    config,
-                    world,
-                    vocabulary,
-                    where=command.where,
-                    before=layout,
-                    freed=freed_share,
-                )
-            with phase("working out the plan"):
-                plan = plan_report(config, layout, command.imbalance)
-            show(plan)
+            _print_plan(command, *resolved)
         return 0
     if command.time_slices:
-        check_timeable(config, layout.schedule.slices)
+        check_timeable(resolved.config, resolved.layout.schedule.slices)
     # torch is loaded after the configuration is known to be right, unless code of the user's has
     if info.rank == 0:
         load_torch()
     import torch
 
-    from megapipe.distributed.flight import flight_record
-    from megapipe.distributed.mesh import Grid, ParallelMesh
-    from megapipe.observe.out_of_memory import is_out_of_memory, out_of_memory, remember_allocations
-    from megapipe.train import slice_times
-    from megapipe.train.source import Finished, check_load
-    from megapipe.train.trainer import Trainer
-
-    if config.run.deterministic:
+    if resolved.config.run.deterministic:
         torch.use_deterministic_algorithms(True)
-    timeout = config.parallel.timeout_s
-    sizes = (layout.dp, layout.tp, layout.cp, layout.pipeline_processes, layout.expert_ranks)
-    allow_connections(sum(size - 1 for size in sizes) + info.world * info.hosts)
     with stop.steady if info.hosts else nullcontext():  # one thread alone can open the store
-        store = rendezvous.open_store(info, timeout)
-        watched = info.world > 1 and config.parallel.watchdog
-        ending = shutdown(
-            info, store, timeout_s=timeout + WATCHED_S * watched, trace=command.traceback
-        )
-        stop.leave, stop.interrupt = ending.stop, ending.interrupt
-    watch, journal = None, Journal()
-    try:
-        info = ending.info = rendezvous.place_on_host(store, info, timeout)
-        several = info.local_world < info.world
-        if info.world > 1:
-            hub = info.address, info.port, "the process that watches the nodes"
-            watch = Watch(
-                store,
-                info.rank,
-                timeout,
-                Path(config.run.folder) / config.run.name / "hangs",
-                listen=partial(listen_beside, *hub, heartbeat.say) if several else None,
-                flight_record=flight_record,
-                end=ending.hangs,
-            )
-            ending.lost_contact = watch.lost_contact
-            journal = watch.journal
-            journal.does(text("meeting the others"))
-        tokenizer = rendezvous.first_on_host(
-            store, info.rank, "tokenizer", lambda: load_tokenizer(name), timeout
-        )
-        config, layout = resolve(
-            config, world, tokenizer.vocab_size, where=command.where, before=layout
-        )
-        rendezvous.compare_ranks(store, info, compared(config), timeout)
-        of_rank_0 = partial(rendezvous.of_rank_0, store, info.rank, timeout)
-        device, backend = devices.choose(config.parallel, info, store)
-        kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+        process = _Process(command, info, resolved, shutdown)
+        stop.leave, stop.interrupt = process.ending.stop, process.ending.interrupt
+    return process.run(stop, callbacks)
+
+
+def _set_environment(config: Config) -> None:
+    """Set what libraries read when they are loaded."""
+    alone = config.parallel.pp == 1 or config.pipeline.channels == "in_process"
+    set_environment(
+        os.environ,
+        sends_messages=not alone and device_kind(config) == "cuda",
+        deterministic=config.run.deterministic,
+    )
+
+
+def _resolve(command: Command, info: LaunchInfo) -> _Resolved:
+    """Resolve the configuration, and check all that needs neither torch nor another process."""
+    given = on_nodes(command.config, info.local_world) if info.launched else command.config
+    measure = None if info.launched and not command.dry_run else BY_UNITS
+    world = _world(command, info)
+    config, layout = resolve(given, world, None, where=command.where, measure=measure)
+    check_layouts(given, layout.world, where=command.where, measure=BY_UNITS)
+    if info.options is not None:
+        nodes, ranks = nodes_of(info.options), info.local_world
+        check_fewest(given, nodes, ranks, where=command.where, measure=BY_UNITS)
+    check_sinks(config.log)
+    check_pool(config, layout)
+    check_imbalance(config, command.imbalance)
+    return _Resolved(config, layout)
+
+
+def _world(command: Command, info: LaunchInfo) -> int | None:
+    """The number of processes; None, in a plan without a launcher: as many as the layout needs."""
+    return None if command.dry_run and not info.launched else info.world
+
+
+def _print_plan(command: Command, config: Config, layout: Layout) -> None:
+    if config.model.vocab_size is None:
         config, layout = resolve(
             config,
-            world,
+            layout.world,
+            load_tokenizer(config.data.tokenizer).vocab_size,
+            where=command.where,
+            before=layout,
+            measure=BY_UNITS,
+        )
+    with phase("working out the plan"):
+        plan = plan_report(config, layout, command.imbalance)
+    show(plan)
+
+
+class _Process:
+    """One of the processes of a job, from when it comes to the store on."""
+
+    def __init__(
+        self, command: Command, info: LaunchInfo, resolved: _Resolved, shutdown: type[Shutdown]
+    ) -> None:
+        from megapipe.train.trainer import Trainer  # here, as it takes a while, and others wait
+
+        self._trainer = Trainer
+        self._command = command
+        self._config, self._layout = config, layout = resolved
+        sizes = (layout.dp, layout.tp, layout.cp, layout.pipeline_processes, layout.ep_ranks)
+        allow_connections(sum(size - 1 for size in sizes) + info.world * info.hosts)
+        self._timeout = timeout = config.parallel.timeout_s
+        self._store = store = rendezvous.open_store(info, timeout)
+        self._watched = info.world > 1 and config.parallel.watchdog
+        """Whether a monitor ends what hangs, before any group's own time is over."""
+        self._watch: Watch | None = None
+        self._journal = Journal()
+        timeout += WATCHED_S * self._watched
+        self.ending = shutdown(info, store, timeout_s=timeout, trace=command.traceback)
+        """How it leaves the job."""
+
+    def run(self, stop: StopRequest, callbacks: Sequence[Callback]) -> int:
+        """Train, or time slices; returns the exit code."""
+        from megapipe.observe.out_of_memory import is_out_of_memory, out_of_memory
+        from megapipe.train.source import Finished
+
+        try:
+            self._begin_to_watch()
+            tokenizer = self._load_tokenizer()
+            mesh = self._join(*self._agree(tokenizer))
+            try:
+                if self._command.time_slices:
+                    self._time_slices(mesh)
+                else:
+                    self._train(mesh, tokenizer, stop, callbacks)
+            except Finished as finished:
+                if self._info.rank == 0:
+                    show(f"{finished}\n")
+            mesh.barrier()
+            self._cease_to_watch()
+            rendezvous.end_process_group(self._info)
+            self.ending.leave()
+            return 0
+        except MegapipeError as error:
+            return self.ending.report(error)
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if is_out_of_memory(error):
+                told = out_of_memory(error, self._config, self._layout, self._info.rank)
+                return self.ending.report(told)
+            return self.ending.report_unexpected(error)
+        finally:
+            self._cease_to_watch()
+            self.ending.cleanup()  # after the peers know: an upload may take its time
+
+    @property
+    def _info(self) -> LaunchInfo:
+        """Where this process is in the job."""
+        return self.ending.info
+
+    def _begin_to_watch(self) -> None:
+        """Learn which processes share this host; with others, have a monitor see what this does."""
+        from megapipe.distributed.flight import flight_record
+
+        info = self.ending.info = rendezvous.place_on_host(self._store, self._info, self._timeout)
+        if info.world == 1:
+            return
+        run = self._config.run
+        hub = info.address, info.port, "the process that watches the nodes"
+        several = info.local_world < info.world
+        self._watch = Watch(
+            self._store,
+            info.rank,
+            self._timeout,
+            Path(run.folder) / run.name / "hangs",
+            listen=partial(listen_beside, *hub, heartbeat.say) if several else None,
+            flight_record=flight_record,
+            end=self.ending.hangs,
+        )
+        self.ending.lost_contact = self._watch.lost_contact
+        self._journal = self._watch.journal
+        self._journal.does(text("meeting the others"))
+
+    def _cease_to_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def _load_tokenizer(self) -> Tokenizer:
+        """Load it on one process of a host before the others, which find it there then."""
+        load = partial(load_tokenizer, self._config.data.tokenizer)
+        rank, timeout = self._info.rank, self._timeout
+        return rendezvous.first_on_host(self._store, rank, "tokenizer", load, timeout)
+
+    def _agree(self, tokenizer: Tokenizer) -> tuple[torch.device, str]:
+        """Compare all values with those of other ranks, and resolve what the device and the
+        tokenizer decide; returns the device and the backend of its groups."""
+        import torch
+
+        from megapipe.observe.out_of_memory import remember_allocations
+        from megapipe.train.source import check_load
+
+        command, info, store = self._command, self._info, self._store
+        rendezvous.compare_ranks(store, info, compared(self._config, tokenizer), self._timeout)
+        device, backend = devices.choose(self._config.parallel, info, store)
+        kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+        self._config, self._layout = resolve(
+            self._config,
+            _world(command, info),
             tokenizer.vocab_size,
             where=command.where,
             device=kind,
-            before=layout,
-            freed=partial(_agreed_freed, of_rank_0),
+            before=self._layout,
+            measure=_agreed(partial(rendezvous.of_rank_0, store, info.rank, self._timeout)),
         )
         if device.type == "cuda":
             torch.cuda.set_device(device)
             bind_near(devices.pci_address(device))
         # one rank for all: whoever else is a group further already ends with it
         if info.rank == 0 and not (command.time_slices or progress.is_again(os.environ)):
-            journal.does(text("looking at checkpoint.load"))
-            check_load(config)
-        if config.log.memory_history:
+            self._journal.does(text("looking at checkpoint.load"))
+            check_load(self._config)
+        if self._config.log.memory_history:
             remember_allocations(device)
-        timeout += WATCHED_S * watched
-        meeting = journal.line("meeting", range(info.world))
-        enter = partial(rendezvous.start_process_group, store, info, backend, timeout)
+        return device, backend
+
+    def _join(self, device: torch.device, backend: str) -> ParallelMesh:
+        """Make the process group of all, and those of the layout."""
+        from megapipe.distributed.mesh import Grid, ParallelMesh
+
+        info, layout = self._info, self._layout
+        timeout = self._timeout + WATCHED_S * self._watched
+        meeting = self._journal.line("meeting", range(info.world))
+        enter = partial(rendezvous.start_process_group, self._store, info, backend, timeout)
         meeting.wait(meeting.count(), enter)
         grid = Grid(
             layout.pipeline_processes,
             layout.dp,
             layout.cp,
             layout.tp,
-            *layout.of_experts,
+            *layout.ep_sizes,
             layout.node,
         )
         with rendezvous.connecting(info):
-            mesh = ParallelMesh(grid, device=device, timeout_s=timeout, journal=journal)
+            return ParallelMesh(grid, device=device, timeout_s=timeout, journal=self._journal)
+
+    def _time_slices(self, mesh: ParallelMesh) -> None:
+        from megapipe.train import slice_times
+
+        found = slice_times.report(self._config, self._layout, mesh)
+        if self._info.rank == 0:
+            show(found)
+
+    def _train(
+        self,
+        mesh: ParallelMesh,
+        tokenizer: Tokenizer,
+        stop: StopRequest,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        info = self._info
+        trainer = self._trainer(
+            self._config,
+            self._layout,
+            mesh,
+            tokenizer,
+            local_rank=info.local_rank,
+            stop=stop,
+            callbacks=callbacks,
+        )
+        self.ending.cleanup = trainer.close
+        if not self._watched:
+            self._cease_to_watch()
+        elif not info.joined:  # the caller's groups keep their time-outs
+            mesh.leave_hangs_to_monitors()
         try:
-            if command.time_slices:
-                found = slice_times.report(config, layout, mesh)
-                if info.rank == 0:
-                    show(found)
-            else:
-                trainer = Trainer(
-                    config,
-                    layout,
-                    mesh,
-                    tokenizer,
-                    local_rank=info.local_rank,
-                    stop=stop,
-                    callbacks=callbacks,
-                )
-                ending.cleanup = trainer.close
-                if watch is not None and not watched:
-                    watch.close()
-                elif watched and not info.joined:  # the caller's groups keep their time-outs
-                    mesh.leave_hangs_to_monitors()
-                try:
-                    trainer.run()
-                except Preempted as stopped:
-                    hint = _resume_hint(trainer.folder.path, trainer.reached, info)
-                    raise Preempted(f"{stopped}{hint}") from None
-        except Finished as finished:
-            if info.rank == 0:
-                show(f"{finished}\n")
-        mesh.barrier()
-        if watch is not None:
-            watch.close()
-        rendezvous.end_process_group(info)
-        ending.leave()
-        return 0
-    except MegapipeError as error:
-        return ending.report(error)
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
-        if is_out_of_memory(error):
-            return ending.report(out_of_memory(error, config, layout, info.rank))
-        return ending.report_unexpected(error)
-    finally:
-        if watch is not None:
-            watch.close()
-        ending.cleanup()  # after the peers know: an upload may take its time
+            trainer.run()
+        except Preempted as stopped:
+            hint = _resume_hint(trainer.folder.path, trainer.reached, info)
+            raise Preempted(f"{stopped}{hint}") from None
 
 
-def _agreed_freed(
-    of_rank_0: Callable[[str, Callable[[], str]], str], config: Config, layout: Layout
-) -> Fraction:
-    """Have rank 0 measure the share."""
+def _agreed(of_rank_0: Callable[[str, Callable[[], str]], str]) -> Measurements:
+    """Have rank 0 measure for all."""
 
-    def measure() -> str:
-        return str(freed_share(config, layout, units_of_run(config, layout)))
+    def freed(config: Config, layout: Layout) -> Fraction:
+        def measure() -> str:
+            return str(freed_share(config, layout, units_of_run(config, layout)))
 
-    return Fraction(of_rank_0("the run of stages without values", measure))
+        return Fraction(of_rank_0("the run of stages without values", measure))
+
+    def experts(config: Config, layout: Layout) -> ExpertForm:
+        def measure() -> str:
+            return json.dumps(chosen_form(config, layout, units_of_run(config, layout)))
+
+        return ExpertForm(*json.loads(of_rank_0("the run of a layer with experts", measure)))
+
+    return Measurements(freed, experts)
 
 
 def _resume_hint(folder: Path, reached: int, info: LaunchInfo) -> str:
@@ -258,9 +361,14 @@ def _resume_hint(folder: Path, reached: int, info: LaunchInfo) -> str:
     return ""
 
 
-def compared(config: Config) -> dict[str, object]:
-    """The values that all ranks have to have alike: all keys of a resolved configuration, the
-    code."""
+def compared(config: Config, tokenizer: Tokenizer) -> dict[str, object]:
+    """The values that all ranks have to have alike: all keys of a resolved configuration, the size
+    of the tokenizer, the code."""
     import torch
 
-    return {**flatten(config), "megapipe's files": package_hash(), "torch": torch.__version__}
+    return {
+        **flatten(config),
+        "the tokenizer's size": tokenizer.vocab_size,
+        "megapipe's files": package_hash(),
+        "torch": torch.__version__,
+    }

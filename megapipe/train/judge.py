@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
+from megapipe.checkpoint.stateful import Stateful
+from megapipe.config.numbers import Action, NumbersConfig
 from megapipe.errors import NumericError
-from megapipe.numbers_config import Action, NumbersConfig
 from megapipe.train.totals import Totals
 from megapipe.words import counted
 
@@ -81,8 +82,11 @@ class Spikes:
         self.values.extend(values)
 
 
-class Judge:
+class Judge(Stateful):
     """Judges the steps of a run, one after the other."""
+
+    name = "judged"
+    kind = dict[str, JsonValue]
 
     def __init__(self, config: NumbersConfig) -> None:
         self._config = config
@@ -149,12 +153,13 @@ class Judge:
         """Its state for a checkpoint, as JSON takes it."""
         return {"skipped": self._skipped, "series": [[*each.values] for each in self._spikes]}
 
-    def load(self, state: Mapping[str, JsonValue]) -> None:
+    def load(self, stored: Mapping[str, JsonValue] | None) -> None:
         """Go on from a :meth:`state`, as far as it has what is needed now."""
+        state = stored or {}
         skipped, series = state.get("skipped"), state.get("series")
         self._skipped = skipped if isinstance(skipped, int) else 0
-        stored = series if isinstance(series, list) else []
+        kept = series if isinstance(series, list) else []
         for number, spikes in enumerate(self._spikes):
-            values = stored[number] if number < len(stored) else []
+            values = kept[number] if number < len(kept) else []
             found = values if isinstance(values, list) else []
             spikes.load(value for value in found if isinstance(value, float))

@@ -10,7 +10,7 @@ from megapipe.assembly.context import make_context
 from megapipe.assembly.kernels import select_kernels
 from megapipe.assembly.sharding import make_sharding
 from megapipe.command_line import phase
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import LaunchError, MegapipeError

@@ -51,7 +51,7 @@ def train(argv: Sequence[str]) -> int:
             place.spare_threads(info.local_world)
             # below here, as they take a second, in which a signal may come
             from megapipe import cli
-            from megapipe.help import help_text
+            from megapipe.config.help import help_text
             from megapipe.train import job
 
             command = cli.parse(argv)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megapipe.config import Config, TrainConfig
+from megapipe.config.config import Config, TrainConfig
 from megapipe.engine.channels import MessageShape
 from megapipe.engine.packed import PackedTensor
 from megapipe.layout.layout import Layout

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megapipe import cli
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.keys import refuse_code
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.keys import refuse_code
 from megapipe.launch import rendezvous
 from megapipe.launch.place import find_launch_info
 from megapipe.launch.shutdown import Shutdown, interrupt_early
@@ -45,7 +45,7 @@ def train(
     it is there afterwards, and takes one run.
 
     Args:
-        config: a :class:`~megapipe.config.Config`, a file or the name of one that comes with
+        config: a :class:`~megapipe.config.config.Config`, a file or the name of one that comes with
             megapipe, or a mapping of sections, ``{"train": {"steps": 10}}``, or of keys,
             ``{"train.steps": 10}``.
         model: a function that returns the layers, as ``model.source`` names one.

@@ -10,13 +10,13 @@ import torch
 from megapipe.checkpoint.durable import foreign
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import Place
+from megapipe.config.strict_yaml import text_of
 from megapipe.layout.checks import passed, shortened
 from megapipe.optim.lr import learning_rate
 from megapipe.plan.report import changed_by_experts, met_by_a_token
-from megapipe.strict_yaml import text_of
 from megapipe.train.callbacks.callback import Run
-from megapipe.train.changes import Change, Changes
-from megapipe.train.coordinates import Coordinates
+from megapipe.train.resume.changes import Change, Changes
+from megapipe.train.resume.coordinates import Coordinates
 from megapipe.train.source import Source
 from megapipe.words import counted
 
@@ -105,7 +105,7 @@ def banner(run: Run) -> str:
     rising = f", from a batch of {sizes[0]} on" if len(sizes) > 1 else ""
     exact = config.run.exact_on(mesh.device.type)
     grid = f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}"
-    if layout.expert_ranks > 1:
+    if layout.ep_ranks > 1:
         grid += f" (experts over ep {layout.ep} x etp {layout.etp}{changed_by_experts(config)})"
     model, rank = layout.model, config.lora.rank
     trained = "" if rank is None else f", {model.count(trained=True):,} of rank {rank} trained"
@@ -113,7 +113,7 @@ def banner(run: Run) -> str:
     parts = (
         f"{model.count():,} parameters{met_by_a_token(model)}{trained}, {config.model.dtype}",
         f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
-        f"{config.optimizer.rule}, ZeRO-{run.train_step.policy.stage}",
+        f"{config.optimizer.rule}, ZeRO-{layout.replicas.zero}",
         f"{order} of {counted(layout.microbatches, 'micro-batch')}",
         f"{counted(config.train.steps, 'step')} of {counted(tokens, 'token')}{rising}",
         "bitwise reproducible" if exact else "not bitwise reproducible (run.deterministic)",

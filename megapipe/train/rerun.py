@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from megapipe.config.numbers import NumbersConfig
 from megapipe.errors import ConfigError, DeviceFault
-from megapipe.numbers_config import NumbersConfig
 from megapipe.train.judge import Fault
 from megapipe.train.totals import Totals
 

@@ -1,72 +1,48 @@
-"""Numbers of a step about layers with experts, from those of its micro-batches."""
+"""Make what training keeps of routing from step to step, :mod:`megapipe.train.moe`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from megapipe.layers.moe_specs import NUMBERS
-from megapipe.observe.record import RoutingRecord
+from megapipe.config.config import Config
+from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.layers.scratch import Scratch
+from megapipe.layout.layout import Layout
+from megapipe.optim.buffers import main_dtype
+from megapipe.train.moe.expert_maps import ExpertMaps
+from megapipe.train.moe.routing import summed_loads
+from megapipe.train.moe.routing_state import RoutingState
+from megapipe.train.step.machine import Machine
 
 
-def summed_loads(
-    told: Mapping[int, int], loads: Sequence[Mapping[int, Tensor]], device: torch.device
-) -> list[Tensor]:
-    """The loads of each layer, which has told so many numbers, added up over micro-batches; zeros
-    for layers of other ranks."""
-    found = []
-    for layer, numbers in told.items():
-        total = torch.zeros(numbers, dtype=torch.float64, device=device)
-        for load in loads:
-            if layer in load:
-                total += load[layer]
-        found.append(total)
-    return found
+def routing_totals(machine: Machine, scratches: Sequence[Scratch]) -> list[Tensor]:
+    """Return the numbers of routing of a step that this rank adds to its totals, by layer; zeros
+    for layers of other ranks. `scratches` are those of its micro-batches."""
+    return summed_loads(machine.layout.model.told(), scratches, machine.mesh.device)
 
 
-def by_layer(
-    experts: Mapping[int, int], values: Sequence[float]
-) -> Iterator[tuple[int, Sequence[float], Sequence[float], Sequence[float]]]:
-    """Each layer, its first numbers, the choices of each of its experts, and those of them that the
-    balance term of the next step counts, of :func:`summed_loads` one after the other. The last are
-    the same where no others are told."""
-    kinds, left = divmod(len(values) - NUMBERS * len(experts), sum(experts.values()))
-    assert kinds in (1, 2)
-    assert not left
-    start = 0
-    for layer, count in experts.items():
-        begin, end = start + NUMBERS, start + NUMBERS + kinds * count
-        yield layer, values[start:begin], values[begin : begin + count], values[end - count : end]
-        start = end
+class Routing(NamedTuple):
+    """The followers of a run."""
+
+    state: RoutingState
+    """Biases and counts of choices."""
+    maps: ExpertMaps
+    """Which ranks have which experts."""
 
 
-def record(
-    experts: Mapping[int, int],
-    values: Sequence[float],
-    largest_bias: float | None = None,
-    *,
-    counts: bool = False,
-) -> RoutingRecord | None:
-    """The record of a step, of :func:`summed_loads` of all ranks together, with the `counts` of
-    each layer or without; None without experts."""
-    if not experts:
-        return None
-    layers = []
-    for _, (tokens, balance, z, dropped), chosen, _ in by_layer(experts, values):
-        layers.append((balance / tokens, z / tokens, dropped / sum(chosen), chosen))
-    balances, zs, shares, choices = zip(*layers, strict=True)
-    loads = {n: max(own) * len(own) / sum(own) for n, own in zip(experts, choices, strict=True)}
-    return RoutingRecord(
-        balance=sum(balances) / len(layers),
-        z=sum(zs) / len(layers),
-        dropped=sum(shares) / len(layers),
-        largest_load=max(loads.values()),
-        idle_experts=sum(chosen.count(0) for chosen in choices),
-        largest_bias=largest_bias,
-        loads=loads,
-        counts={n: list(map(int, own)) for n, own in zip(experts, choices, strict=True)}
-        if counts
-        else None,
+def make_routing(config: Config, layout: Layout, machine: Machine) -> Routing:
+    """Make the followers of a run; without experts they keep nothing. All ranks call it. Raises
+    :class:`ConfigError`."""
+    moe, modules = config.model.moe, machine.modules.values()
+    state = RoutingState(
+        layout.model.experts(),
+        modules,
+        bias_rate=moe.bias_rate,
+        counts=moe.balance_scope == "step",
+        first_only=moe.balance_choices == "first",
+        dtype=main_dtype(TORCH_DTYPES[config.model.dtype]),
     )
+    return Routing(state, ExpertMaps.of(config, layout, modules, machine.optimizer))

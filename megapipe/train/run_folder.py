@@ -12,21 +12,21 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megapipe import heartbeat
-from megapipe.beneath import write_beneath
 from megapipe.checkpoint.find import OF_A_RUN
 from megapipe.checkpoint.objects import RemotePath
 from megapipe.checkpoint.retention import clear_leftovers
 from megapipe.checkpoint.run_lock import RunLock
 from megapipe.checkpoint.storage import Place, place_of
 from megapipe.cli import dump, flatten
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.agreement import all_or_none
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import ConfigError, MegapipeError, not_written
 from megapipe.observe.observer import Observer, build_sinks
 from megapipe.observe.provenance import provenance, start_mark
-from megapipe.paths import LATEST
+from megapipe.util import heartbeat
+from megapipe.util.beneath import write_beneath
+from megapipe.util.paths import LATEST
 from megapipe.words import counted
 
 HIDDEN_S = 60.0

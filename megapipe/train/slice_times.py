@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from megapipe.assembly.sharding import make_sharding
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.engine.recorder import Recorder
 from megapipe.engine.stage import Stage

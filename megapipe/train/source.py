@@ -10,15 +10,15 @@ from pathlib import Path
 from megapipe.checkpoint.failed import FailedCheckpoints
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.reader import Checkpoint, find_newest
-from megapipe.config import Config
+from megapipe.checkpoint.stateful import Weights
+from megapipe.config.config import Config
 from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.train import changes
-from megapipe.train.changes import Change, Changes
-from megapipe.train.checkpoint_io import Weights
-from megapipe.train.located import Located, located
+from megapipe.train.moe.upcycle import Upcycled
+from megapipe.train.resume import changes
+from megapipe.train.resume.changes import Change, Changes
+from megapipe.train.resume.located import Located, located
 from megapipe.train.run_folder import own_checkpoints, patience_s, runs_elsewhere
-from megapipe.train.upcycle import Upcycled
 
 
 class Finished(Exception):

@@ -55,9 +55,11 @@ class Totals:
     by_source: tuple[SourceTotal, ...] = ()
     """Of a mixture: the same of each source."""
     routing: tuple[float, ...] = ()
-    """Of layers with experts: the sums of what each tells, :func:`megapipe.layers.routing.load`."""
+    """Numbers of routing, :func:`megapipe.train.routing.routing_totals`."""
     states: float = 0.0
     """NaN where the update before left weights or states that are not finite, else 0."""
+    ahead: float = field(default=math.nan, compare=False)
+    """Unmasked tokens of the next step; NaN: not known."""
     memory_gib: float = 0.0
     """Memory of the fullest rank; 0 where no rank knows its own."""
 
@@ -66,7 +68,7 @@ class Totals:
         `LARGEST`."""
         values = [value for source in self.by_source for value in source]
         values += self.routing
-        values += [*self.squares, self.loss_sum, self.tokens, *self.wishes, self.states]
+        values += [*self.squares, self.loss_sum, self.tokens, *self.wishes, self.states, self.ahead]
         values.append(self.memory_gib)
         return torch.tensor(values, dtype=torch.float64)
 
@@ -78,10 +80,18 @@ class Totals:
         sums, counts = values[: 2 * sources : 2], values[1 : 2 * sources : 2]
         by_source = tuple(map(SourceTotal, sums, map(int, counts)))
         told, rest = values[2 * sources :][:routing], values[2 * sources + routing :]
-        *squares, loss_sum, tokens, stop, save, finish, states, memory = rest
+        *squares, loss_sum, tokens, stop, save, finish, states, ahead, memory = rest
         wishes = Wishes(stop > 0, save > 0, finish > 0)
         return cls(
-            tuple(squares), loss_sum, int(tokens), wishes, by_source, tuple(told), states, memory
+            tuple(squares),
+            loss_sum,
+            int(tokens),
+            wishes,
+            by_source,
+            tuple(told),
+            states,
+            ahead,
+            memory,
         )
 
     @property

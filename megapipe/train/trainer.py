@@ -12,15 +12,17 @@ from pathlib import Path
 
 from megapipe.checkpoint.background import Background
 from megapipe.checkpoint.failed import FailedCheckpoints
-from megapipe.config import Config
-from megapipe.data.build import build_batches
+from megapipe.checkpoint.stateful import Stateful
+from megapipe.config.config import Config
+from megapipe.data.build import HeldOutBatches, build_batches
+from megapipe.data.sources import Sources
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import Preempted
 from megapipe.launch import memory_folder, progress
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.layout import Layout
-from megapipe.left_out import LeftOut
+from megapipe.observe.observer import Observer
 from megapipe.train import run_folder
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.copy_check import CopyCheck
@@ -41,13 +43,16 @@ from megapipe.train.corpus import change_of_corpus, on_all, past_of, prepare_on_
 from megapipe.train.garbage import Garbage
 from megapipe.train.judge import Unsound
 from megapipe.train.kernels import agreed_kernels
-from megapipe.train.memory_copies import memory_copies
 from megapipe.train.opening import opening
-from megapipe.train.resume import choose, load, load_weights
-from megapipe.train.rewinding import Rewinding
+from megapipe.train.resume.choose import choose
+from megapipe.train.resume.load import load, load_weights
+from megapipe.train.resume.memory_copies import MemoryCopies, memory_copies
+from megapipe.train.resume.rewinding import Rewinding
 from megapipe.train.source import changes_since, check_adapters, check_end
-from megapipe.train.step import Position, TrainStep
+from megapipe.train.step.data import Position
 from megapipe.train.totals import Wishes
+from megapipe.train.train_step import TrainStep
+from megapipe.util.left_out import LeftOut
 
 
 class Trainer:
@@ -95,33 +100,10 @@ class Trainer:
         callbacks: Sequence[Callback],
     ) -> None:
         config, mesh = self.config, self.mesh
-        told = progress.told(os.environ)
-        before = progress.read_request(told).before if told is not None else -1
         memory = memory_copies(config, memory_folder.told(os.environ), mesh)
-        self.source = choose(
-            config,
-            self.folder.checkpoints,
-            mesh,
-            before=before if before >= 0 else None,
-            memory=memory,
-        )
-        self.first_step = 0 if self.source.checkpoint is None else self.source.checkpoint.step
-        self.reached = self.first_step
-        self._telling = Telling(told) if told is not None and local_rank == 0 else None
-        if self._telling is not None:
-            self._telling.chosen(self.first_step)
-        check_end(self.source, config)
-        check_adapters(self.source, config)
-        changes_since(self.source, config)
+        self._choose_source(memory, local_rank)
         kernels = agreed_kernels(config, layout, mesh, layout.schedule)
-        corpus = prepare_on_all(config, tokenizer, mesh, local_rank=local_rank)
-        changed = change_of_corpus(self.source.checkpoint, corpus, config.data)
-        self.changes = changes_since(self.source, config, changed)
-        left_out = LeftOut.of(config.numbers.skip_samples)
-        past = past_of(self.source.checkpoint, anew=self.changes.data_anew, left_out=left_out)
-        self.training, held_out = on_all(
-            mesh, local_rank, lambda: build_batches(config, tokenizer, corpus, past)
-        )
+        corpus, held_out, left_out = self._prepare_data(tokenizer, local_rank)
         self.train_step = TrainStep(
             config,
             layout,
@@ -130,68 +112,14 @@ class Trainer:
             document_end=tokenizer.eod,
             sources=len(self.training.names),
         )
+        for callback in callbacks:
+            if isinstance(callback, Stateful):
+                self.train_step.state.add(callback)
         self.run_id = mesh.share(uuid.uuid4().hex)
-        skipped = 0
-        if self.source.checkpoint is not None:
-            copies = memory if self.source.in_memory else None
-            load(self.source.checkpoint, config, self.train_step, mesh, copies)
-            if self.changes.data_anew:
-                self.train_step.position = Position(self.first_step, 0)
-                self.train_step.left_out = left_out
-            skipped = self.first_step - self.train_step.optimizer.count
-            if self.source.is_own:
-                self.run_id = self.source.checkpoint.manifest.run_id
-        elif self.source.weights is not None:
-            load_weights(self.source.weights, self.train_step, mesh)
-        resumed_at = self.first_step if self.source.is_own else None
-        on_disk = self.source.is_own and not self.source.in_memory
-        own = self.source.checkpoint if on_disk else None
-        failed = self.source.failed or FailedCheckpoints(self.folder.checkpoints)
-        anew = any(each.key.startswith(("optimizer.", "model.")) for each in self.changes.told)
-        if anew:
-            failed.forget_reasons()
-        self.saving = Saving(
-            self.folder,
-            Clock(60 * config.checkpoint.every_minutes),
-            run_id=self.run_id,
-            corpus=corpus,
-            order=self.training.order,
-            sound=[own.path] if own is not None else [],
-            failed=failed.paths,
-            background=(
-                Background(mesh, mesh.store, pinned=mesh.device.type == "cuda")
-                if config.checkpoint.background
-                else None
-            ),
-        )
-        self.rewinding = Rewinding(self.saving, failed, None if anew else own)
+        skipped = self._load_source(memory, left_out)
+        self._make_saving(corpus)
         self.stragglers = StragglerWatch(mesh, config.log.stragglers_every)
-        first: list[Callback] = [
-            Profiling(),
-            self.stragglers,
-            Reports(
-                skipped=skipped,
-                entropy=corpus.entropy,
-                training=self.training,
-                stragglers=self.stragglers,
-            ),
-            Timelines(),
-        ]
-        if config.train.loss is not None:
-            first.insert(0, LossCheck())
-        if config.log.samples:
-            first.append(SampleLog(self.training))
-        if self._telling is not None:
-            first.append(self._telling)
-        if config.pipeline.schedule == "auto":
-            first.append(ScheduleAuto(resumed=self.source.is_own))
-        last: list[Callback] = [Validation(held_out), self.saving]
-        if config.numbers.check_copies_every:
-            last.insert(0, CopyCheck())
-        if memory is not None:
-            last.append(Copying(memory, self.saving))
-        if config.checkpoint.export_every:
-            last.append(Exporting(self.saving))
+        first, last = self._first_callbacks(corpus, skipped), self._last_callbacks(held_out, memory)
         self.callbacks = Callbacks(first, callbacks, last)
         self.context = Run(
             config=config,
@@ -201,13 +129,125 @@ class Trainer:
             folder=self.folder.path,
             first_step=self.first_step,
             stop=self.stop,
-            observer=(
-                run_folder.open_reports(self.folder.path, config, resumed_at)
-                if mesh.rank == 0
-                else None
-            ),
+            observer=self._open_reports(),
             callbacks=self.callbacks,
         )
+
+    def _choose_source(self, memory: MemoryCopies | None, local_rank: int) -> None:
+        """Choose what the run begins with, and refuse what does not fit it."""
+        told = progress.told(os.environ)
+        before = progress.read_request(told).before if told is not None else -1
+        self.source = choose(
+            self.config,
+            self.folder.checkpoints,
+            self.mesh,
+            before=before if before >= 0 else None,
+            memory=memory,
+        )
+        self.first_step = 0 if self.source.checkpoint is None else self.source.checkpoint.step
+        self.reached = self.first_step
+        self._telling = Telling(told) if told is not None and local_rank == 0 else None
+        if self._telling is not None:
+            self._telling.chosen(self.first_step)
+        check_end(self.source, self.config)
+        check_adapters(self.source, self.config)
+        changes_since(self.source, self.config)
+
+    def _prepare_data(
+        self, tokenizer: Tokenizer, local_rank: int
+    ) -> tuple[Sources, Sequence[HeldOutBatches], LeftOut]:
+        """Prepare the corpus, and batches that go on where the checkpoint is; return it, the
+        batches of validation, and samples that are left out."""
+        config, mesh, checkpoint = self.config, self.mesh, self.source.checkpoint
+        corpus = prepare_on_all(config, tokenizer, mesh, local_rank=local_rank)
+        changed = change_of_corpus(checkpoint, corpus, config.data)
+        self.changes = changes_since(self.source, config, changed)
+        left_out = LeftOut.of(config.numbers.skip_samples)
+        past = past_of(checkpoint, anew=self.changes.data_anew, left_out=left_out)
+        self.training, held_out = on_all(
+            mesh, local_rank, lambda: build_batches(config, tokenizer, corpus, past)
+        )
+        return corpus, held_out, left_out
+
+    def _load_source(self, memory: MemoryCopies | None, left_out: LeftOut) -> int:
+        """Load what was chosen; return the steps before that had no update."""
+        checkpoint = self.source.checkpoint
+        if checkpoint is None:
+            if self.source.weights is not None:
+                load_weights(self.source.weights, self.train_step.state, self.mesh)
+            return 0
+        copies = memory if self.source.in_memory else None
+        load(checkpoint, self.train_step.state, self.mesh, copies)
+        if self.changes.data_anew:
+            self.train_step.position = Position(self.first_step, 0)
+            self.train_step.left_out = left_out
+        if self.source.is_own:
+            self.run_id = checkpoint.manifest.run_id
+        return self.first_step - self.train_step.optimizer.count
+
+    def _make_saving(self, corpus: Sources) -> None:
+        """Make what saves checkpoints, and what goes back to them."""
+        config, mesh = self.config, self.mesh
+        on_disk = self.source.is_own and not self.source.in_memory
+        own = self.source.checkpoint if on_disk else None
+        failed = self.source.failed or FailedCheckpoints(self.folder.checkpoints)
+        anew = any(each.key.startswith(("optimizer.", "model.")) for each in self.changes.told)
+        if anew:
+            failed.forget_reasons()
+        background = None
+        if config.checkpoint.background:
+            background = Background(mesh, mesh.store, pinned=mesh.device.type == "cuda")
+        self.saving = Saving(
+            self.folder,
+            Clock(60 * config.checkpoint.every_minutes),
+            run_id=self.run_id,
+            corpus=corpus,
+            order=self.training.order,
+            sound=[own.path] if own is not None else [],
+            failed=failed.paths,
+            background=background,
+        )
+        self.rewinding = Rewinding(self.saving, failed, None if anew else own)
+
+    def _first_callbacks(self, corpus: Sources, skipped: int) -> list[Callback]:
+        """Make the callbacks that are called before those of the user."""
+        config = self.config
+        reports = Reports(
+            skipped=skipped,
+            entropy=corpus.entropy,
+            training=self.training,
+            stragglers=self.stragglers,
+        )
+        found: list[Callback] = [Profiling(), self.stragglers, reports, Timelines()]
+        if config.train.loss is not None:
+            found.insert(0, LossCheck())
+        if config.log.samples:
+            found.append(SampleLog(self.training))
+        if self._telling is not None:
+            found.append(self._telling)
+        if config.pipeline.schedule == "auto":
+            found.append(ScheduleAuto(resumed=self.source.is_own))
+        return found
+
+    def _last_callbacks(
+        self, held_out: Sequence[HeldOutBatches], memory: MemoryCopies | None
+    ) -> list[Callback]:
+        """Make the callbacks that are called after those of the user: they validate and save."""
+        found: list[Callback] = [Validation(held_out), self.saving]
+        if self.config.numbers.check_copies_every:
+            found.insert(0, CopyCheck())
+        if memory is not None:
+            found.append(Copying(memory, self.saving))
+        if self.config.checkpoint.export_every:
+            found.append(Exporting(self.saving))
+        return found
+
+    def _open_reports(self) -> Observer | None:
+        """Open the reports of the run, on rank 0."""
+        if self.mesh.rank != 0:
+            return None
+        resumed_at = self.first_step if self.source.is_own else None
+        return run_folder.open_reports(self.folder.path, self.config, resumed_at)
 
     def run(self) -> None:
         """Train to ``train.stop_after`` or the end. Raises :class:`Preempted`, once all is saved

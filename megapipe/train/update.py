@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megapipe.config import OptimizerConfig
-from megapipe.numbers_config import NumbersConfig
+from megapipe.config.config import OptimizerConfig
+from megapipe.config.numbers import NumbersConfig
 from megapipe.optim.lr import learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
-from megapipe.train.expert_maps import ExpertMaps
+from megapipe.train.followers import Follower
 from megapipe.train.judge import Fault, Judge, Unsound
 from megapipe.train.rerun import Again, Rerun
-from megapipe.train.routing_state import RoutingState
 from megapipe.train.totals import SourceTotal, Totals, Wishes
 
 
@@ -37,13 +37,13 @@ class StepResult:
     skipped: str | None = None
     """Why the step was made without an update; None: there was one."""
     note: str | None = field(default=None, compare=False)
-    """A line for the user on how the step was computed, and on experts that have other ranks."""
+    """A line for the user on how the step was computed, and on what has changed with it."""
     by_source: tuple[SourceTotal, ...] = ()
     """Of a mixture: losses and tokens of each source."""
     routing: tuple[float, ...] = ()
-    """Of layers with experts: what :func:`megapipe.train.routing.record` reads."""
-    largest_bias: float | None = None
-    """The largest size of a bias of experts, after the step; None: there are none."""
+    """Numbers of routing, of :class:`~megapipe.train.totals.Totals`."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Figures of followers (:mod:`megapipe.train.followers`) after the step, by name."""
     memory_gib: float | None = field(default=None, compare=False)
     """Memory of the fullest rank; see :mod:`megapipe.observe.memory`."""
     seconds: float = field(default=math.nan, compare=False)
@@ -51,8 +51,8 @@ class StepResult:
 
 
 class Update:
-    """Makes the updates of a run of `steps`, whose gradients `optimizer` has reduced, those of the
-    biases of `routing` among them, and has `maps` of experts follow.
+    """Makes the updates of a run of `steps`, whose gradients `optimizer` has reduced, and has
+    `followers` follow them.
 
     `numbers` says what becomes of numbers that cannot be right. `exact`: equal computations give
     equal bits here.
@@ -63,8 +63,7 @@ class Update:
         config: OptimizerConfig,
         optimizer: Optimizer,
         scaler: LossScaler,
-        routing: RoutingState,
-        maps: ExpertMaps,
+        followers: Sequence[Follower],
         steps: int,
         numbers: NumbersConfig,
         *,
@@ -73,8 +72,7 @@ class Update:
         self.config = config
         self.optimizer = optimizer
         self.scaler = scaler
-        self.routing = routing
-        self.maps = maps
+        self.followers = [each for each in followers if not each.empty]
         self.steps = steps
         self.judge = Judge(numbers)
         self.rerun = Rerun(numbers, exact=exact, fault=self._located_fault)
@@ -102,12 +100,19 @@ class Update:
             return replace(result, skipped=why)
         self.scaler.update(finite=True)
         self._update(step, self.clipping(totals.norm))
-        self.routing.move(totals.routing)
-        changed = self.maps.decide(step, totals.routing)
+        lines = [note]
+        for each in self.followers:
+            lines.append(each.after_update(step, totals.routing))
         self.optimizer.send_copies()
         self.judge.passed(totals)
-        note = "; ".join(filter(None, (note, changed))) or None
-        return replace(result, largest_bias=self.routing.largest_bias, note=note)
+        note = "; ".join(filter(None, lines)) or None
+        return replace(result, figures=self._figures(), note=note)
+
+    def _figures(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for each in self.followers:
+            figures |= each.figures()
+        return figures
 
     def _update(self, step: int, factor: float = 1.0) -> None:
         self.made = step
@@ -171,6 +176,6 @@ class Update:
             wishes=totals.wishes,
             by_source=totals.by_source,
             routing=totals.routing,
-            largest_bias=self.routing.largest_bias,
+            figures=self._figures(),
             memory_gib=totals.memory_gib or None,
         )

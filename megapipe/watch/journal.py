@@ -16,10 +16,11 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from megapipe.watch.own_time import OwnTime
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 PID, BEATS, STEP, LINE, EXCHANGE, VERDICT, LEFT, LOST = range(8)
@@ -50,7 +51,8 @@ class Journal:
 
     def _use(self, memory: memoryview) -> None:
         self.words = memory[: 8 * WORDS].cast("q")
-        self._does = memory[_DOES]
+        self.note = memory[_DOES]
+        """Takes what the rank does from now on, in `TEXT` bytes, as :func:`text` makes them."""
         self._place = memory[_PLACE]
 
     def publish(self, folder: Path, rank: int) -> None:
@@ -80,7 +82,7 @@ class Journal:
 
     def does(self, name: bytes) -> None:
         """Note what the rank does from now on, in `TEXT` bytes, as :func:`text` makes them."""
-        self._does[:] = name
+        self.note[:] = name
 
     def trains(self, step: int) -> None:
         """Note the step, counted from 1."""
@@ -100,23 +102,28 @@ class Line:
     """This rank's end of a line. More of them than a journal has words for share the last."""
 
     def __init__(self, journal: Journal, number: int) -> None:
-        self._journal = journal
+        self.words = journal.words
+        self.at = _FIRST + number
+        """The word that counts its exchanges."""
         self._number = number
-        self._at = _FIRST + number
+        self._own_time = journal.own_time
 
     def count(self) -> int:
         """Note that an exchange begins; returns its number, from 1."""
-        words = self._journal.words
-        number = words[self._at] + 1
-        words[self._at] = number
+        words = self.words
+        number = words[self.at] + 1
+        words[self.at] = number
         return number
 
-    def wait(self, exchange: int, call: Callable[[], T]) -> T:
+    def wait(self, exchange: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call what waits for an exchange, and note that; returns what it does."""
-        words = self._journal.words
+        words, own = self.words, self._own_time
         words[EXCHANGE] = exchange
         words[LINE] = self._number + 1
-        result = self._journal.own_time.waiting(call)
+        if own.inside:
+            result = own.waiting(call, *args, **kwargs)
+        else:
+            result = call(*args, **kwargs)
         words[LINE] = 0
         return result
 

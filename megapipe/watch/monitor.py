@@ -25,8 +25,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.beneath import make_folder, write_beneath
-from megapipe.processes import is_stopped, start_of
+from megapipe.util.beneath import make_folder, write_beneath
+from megapipe.util.processes import is_stopped, start_of
 from megapipe.watch.culprit import View, find, told
 from megapipe.watch.journal import PREFIX, Reader
 from megapipe.watch.nodes import SILENT_S, Hub, Spoke

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -20,40 +21,32 @@ class OwnTime:
         self.stamp: Callable[[], Any] = time.perf_counter
         """Marks the present moment."""
         self._moments: list[Any] = []
-        self._on = False
-        self._inside = False
+        self.on = False
+        """Whether the time of operations is taken."""
+        self.inside = False
         """Whether an operation runs whose time is taken."""
 
     def start(self) -> None:
         """Take the time of what comes now."""
         self._moments = []
-        self._on = True
+        self.on = True
 
     def stop(self) -> list[Any]:
         """Take it no longer; returns the moments since the start."""
-        self._on = self._inside = False
+        self.on = self.inside = False
         return self._moments
 
-    def of_operation(self, call: Callable[[], None]) -> Callable[[], None]:
-        """`call`, which computes an operation."""
-
-        def run() -> None:
-            if not self._on:
-                call()
-                return
-            self._moments.append(self.stamp())
-            self._inside = True
-            call()
-            self._inside = False
-            self._moments.append(self.stamp())
-
-        return run
-
-    def waiting(self, call: Callable[[], T]) -> T:
-        """Call what waits for others; returns what it does."""
-        if not self._inside:
-            return call()
+    def operation(self, call: Callable[[], None]) -> None:
+        """Call what computes an operation, and take its time; to be used where :attr:`on`."""
         self._moments.append(self.stamp())
-        result = call()
+        self.inside = True
+        call()
+        self.inside = False
+        self._moments.append(self.stamp())
+
+    def waiting(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call what waits for others; returns what it does. To be used where :attr:`inside`."""
+        self._moments.append(self.stamp())
+        result = call(*args, **kwargs)
         self._moments.append(self.stamp())
         return result

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megapipe.beneath import open_beneath
 from megapipe.errors import LaunchError
-from megapipe.lived import LivedTime, await_keys
-from megapipe.processes import machine
+from megapipe.util.beneath import open_beneath
+from megapipe.util.lived import LivedTime, await_keys
+from megapipe.util.processes import machine
 from megapipe.watch.journal import BEATS, LOST, PREFIX, Journal
 from megapipe.watch.journal import VERDICT as TOLD
 from megapipe.watch.monitor import STACKS, VERDICT, Settings

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from megapipe import TrainStep
 from megapipe.checkpoint import Checkpoint
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.cli import parse
@@ -24,8 +25,7 @@ from megapipe.distributed.mesh import Grid
 from megapipe.errors import CheckpointError
 from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
-from megapipe.train.resume import choose
-from megapipe.train.step import TrainStep
+from megapipe.train.resume.choose import choose
 from tests.campaigns import runs
 from tests.campaigns.campaign import Campaign, Figure, Record
 from tests.campaigns.runs import Layout, Wholes

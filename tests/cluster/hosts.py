@@ -25,6 +25,7 @@ class Host:
 
     def __init__(self, name: str, within: Host | None = None) -> None:
         self.name = name
+        self.within = within
         outside = ["setpriv", "--pdeathsig", "KILL"] if within is None else within.entered()
         init = ["bash", "-ec", f"{SETTING_UP.format(name)}; sleep infinity & wait"]
         self._process = subprocess.Popen(
@@ -61,6 +62,11 @@ class Host:
         assert done.returncode == 0, f"{self.name}: {' '.join(words)}: {done.stdout}"
         return done.stdout
 
+    @property
+    def cable(self) -> str:
+        """Its link, as it is named on the host that has the bridge."""
+        return f"to{self.init}"
+
     def cover(self, path: str, own: Path) -> None:
         """Have this host, and those within it, see a file or folder in the place of another."""
         self.run("mount", "--bind", str(own), path)
@@ -73,10 +79,9 @@ class Host:
 
     def plug_in(self, host: Host, address: str) -> None:
         """Connect a host within this one with its bridge."""
-        end = f"to{host.init}"  # that of an earlier host of this name may be there for a while
         other = ("peer", "name", "eth0", "netns", str(host.init))
-        self._ip("link", "add", end, "type", "veth", *other)
-        self._ip("link", "set", end, "master", BRIDGE, "up")
+        self._ip("link", "add", host.cable, "type", "veth", *other)
+        self._ip("link", "set", host.cable, "master", BRIDGE, "up")
         host._ip("address", "add", f"{address}/24", "dev", "eth0")
         host._ip("link", "set", "eth0", "up")
 
@@ -94,10 +99,17 @@ class Host:
                     yield pid
 
     def end(self) -> None:
-        """Kill all processes at once, as a power cut does."""
+        """Kill all processes at once, as a power cut does.
+
+        Its network would be there for a while after that, and answer at the address of the next
+        host of this name.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init, signal.SIGKILL)
         self._process.communicate()
+        if self.within:
+            with contextlib.suppress(subprocess.CalledProcessError):  # it is gone already
+                self.within._ip("link", "delete", self.cable)
 
 
 def namespace(pid: int) -> str:

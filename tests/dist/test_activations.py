@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Stage
@@ -30,7 +31,6 @@ from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.program import Action, Do
 from megapipe.schedule.proof.validate import validate
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import registry_cases
 from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Rows, configure
@@ -119,8 +119,8 @@ def measured(step: TrainStep, schedule: Schedule, after_op: Any) -> Iterator[Led
         mock.patch.object(WeightGradQueue, "put", watched_put),
         mock.patch.object(Executor, "_bind", watched_bind),
     ):
-        step.schedule = schedule
-        step._executors = step._make_executors(schedule, train=True)
+        step.data.schedule = schedule
+        step.stepper.use_schedule(schedule)
         yield ledger
 
 
@@ -156,7 +156,7 @@ def bytes_after(step: TrainStep, case: Case) -> dict[tuple[int, Kind, int], int]
     schedule = step.schedule
     with measured(step, lone(schedule), note):
         step.train(0, Rows(case))
-    step.schedule = schedule
+    step.data.schedule = schedule
     for (stage, kind, part), size in list(after.items()):
         if kind == Kind.W:
             after[stage, Kind.B, part] = size
@@ -286,6 +286,6 @@ def outputs(world: World, case: Case) -> tuple[int, int]:
         mock.patch.object(Stage, "forward", watched),
         mock.patch.object(Executor, "_bind", counted),
     ):
-        step._executors = step._make_executors(step.schedule, train=True)
+        step.stepper.use_schedule(step.schedule)
         step.train(0, Rows(case))
     return alive, len(refs)

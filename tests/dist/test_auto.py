@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
@@ -20,7 +21,6 @@ from megapipe.schedule.text import from_csv, to_csv
 from megapipe.testing import World, run_world
 from megapipe.train import auto
 from megapipe.train.auto import AutoSchedule
-from megapipe.train.step import TrainStep
 from tests.parity.ranks import Case, Rows, configure
 
 pytestmark = pytest.mark.full

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megapipe import TrainStep
 from megapipe.checkpoint import Checkpoint
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.shard import TORCH_DTYPES
@@ -17,7 +18,6 @@ from megapipe.distributed.mesh import Grid
 from megapipe.layout.resolve import resolve
 from megapipe.plan.memory import checkpoint_bytes, model_memory
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.jobs import Job, arguments, tiny
 from tests.parity.launches import run_forked
 from tests.parity.marks import in_parts

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.keys import SECTIONS
+from megapipe.config.keys import SECTIONS
 from tests.parity.bad_folder import make_folder
 from tests.parity.bad_input.case import TIMEOUT_S, Bad
 from tests.parity.bad_input.table import TABLE, named

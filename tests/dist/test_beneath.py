@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config import Config, LogConfig
+from megapipe.config.config import Config, LogConfig
 from megapipe.observe.observer import build_sinks
 from tests.parity.outside import make_outside, untouched
 

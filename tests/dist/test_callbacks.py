@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megapipe import TrainStep
 from megapipe.cli import parse
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.mesh import Grid
@@ -22,7 +23,6 @@ from megapipe.layout.resolve import resolve
 from megapipe.observe.record import ValidationRecord
 from megapipe.testing import World, run_world
 from megapipe.train.callbacks import Callback, Run, Step, Wishes
-from megapipe.train.step import TrainStep
 from megapipe.train.trainer import Trainer
 from megapipe.train.update import StepResult
 from tests.parity.jobs import ROOT, Outcome, arguments, tiny

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.ranks import Case, Rows, configure
 
 CASES = [

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.errors import ConfigError
 from megapipe.ops.compiler import Compiler
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_cases
 from tests.parity.traced_compiler import traced_blocks

@@ -13,8 +13,8 @@ import pytest
 
 from megapipe import completion, console
 from megapipe.cli import parse
+from megapipe.config.keys import KEYS, few_values
 from megapipe.errors import ConfigError
-from megapipe.keys import KEYS, few_values
 
 pytestmark = pytest.mark.full
 ASK = """

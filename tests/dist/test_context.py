@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.errors import DataError
 from megapipe.layout.layout import Layout
 from megapipe.ops.block_attention import CpuFlash
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.cases import END
 from tests.parity.context_faults import FAULTS

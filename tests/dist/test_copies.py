@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.errors import DeviceFault
-from megapipe.optim.copies import Copies, HeldExpert
+from megapipe.optim.copies import Copies, HeldReplica
 from megapipe.testing import World, run_world
 from megapipe.train.callbacks import Callback, Run, Step
-from megapipe.train.step import TrainStep
 from tests.parity.cases import END
 from tests.parity.ranks import Case, Rows, configure
 from tests.parity.stopped_runs import DP, STEPS, Play, checkpoint, run
@@ -66,7 +66,7 @@ def flipped(world: World, case: Case) -> dict[str, Any]:
         step.train(number, rows)
     step.settle()
     copies = Copies(step.optimizer, mesh)
-    experts = [each for each in copies.held if isinstance(each, HeldExpert)]
+    experts = [each for each in copies.held if isinstance(each, HeldReplica)]
     seen: dict[str, Any] = {
         "experts": len(experts),
         "kinds": {each.kind for each in copies.held},
@@ -82,8 +82,8 @@ def flipped(world: World, case: Case) -> dict[str, Any]:
             values = chosen.read()
             place, bit = draw.randrange(len(values)), draw.randrange(8 * values.element_size())
             kind = {"model": "master weights"}.get(chosen.kind, chosen.kind)
-            if isinstance(chosen, HeldExpert):
-                where, name = "stage 0", f"{chosen.name}, expert {chosen.expert}"
+            if isinstance(chosen, HeldReplica):
+                where, name = "stage 0", chosen.tensor.words
             else:
                 spec, stage = chosen.entry.spec, chosen.shard.bucket.index
                 where, name = "the tied embedding" if spec.tied else f"stage {stage}", spec.name
@@ -206,7 +206,7 @@ class FlipExpert(Callback):
         optimizer = run.train_step.optimizer
         optimizer.await_all_weights()
         if run.mesh.rank == self.rank:
-            places = next(each for (each, *_) in optimizer.places.values() if each.copies)
+            places = next(each for (each, *_) in optimizer.replicas.values() if each.copies)
             *_, (_, _, values) = places.shared()
             flip(values.view(-1), 2, 7)
 

@@ -14,15 +14,19 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.distributed.axis import Axis
-from megapipe.layers import dispatch, expert_fetch, expert_hops
-from megapipe.layers.dispatch import Form
-from megapipe.layers.experts import Experts
+from megapipe.layers.moe import transfer
+from megapipe.layers.moe.dispatch import Dispatcher
+from megapipe.layers.moe.dispatchers import all_gather, fetch
+from megapipe.layers.moe.dispatchers.all_gather import AllGatherDispatcher
+from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher, HierarchicalDispatcher
+from megapipe.layers.moe.dispatchers.fetch import FetchDispatcher
+from megapipe.layers.moe.experts import Experts
 from megapipe.plan.traffic import operation_transfers
 from megapipe.plan.unit import OPERATIONS
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.bitwise import check_groups
 from tests.parity.cases import Rows
 from tests.parity.chosen import chosen, evenly
@@ -102,8 +106,8 @@ class Exchange(NamedTuple):
 @contextmanager
 def exchanged(found: list[Exchange]) -> Iterator[None]:
     """Record what goes to experts and comes back."""
-    gathering, all_to_all = dispatch.start_gathering, expert_hops.start_all_to_all
-    adding = expert_fetch.reduce_scatter
+    gathering, all_to_all = fetch.start_gathering, transfer.start_all_to_all
+    adding = fetch.reduce_scatter
 
     def gathers(piece: Tensor, axis: Axis) -> Any:
         found.append(Exchange(axis.ranks, "all_gather", piece.nbytes * axis.size))
@@ -119,10 +123,10 @@ def exchanged(found: list[Exchange]) -> Iterator[None]:
         return adding(whole, axis)
 
     with (
-        mock.patch.object(dispatch, "start_gathering", gathers),
-        mock.patch.object(expert_fetch, "start_gathering", gathers),
-        mock.patch.object(expert_fetch, "reduce_scatter", adds),
-        mock.patch.object(expert_hops, "start_all_to_all", swaps),
+        mock.patch.object(all_gather, "start_gathering", gathers),
+        mock.patch.object(fetch, "start_gathering", gathers),
+        mock.patch.object(fetch, "reduce_scatter", adds),
+        mock.patch.object(transfer, "start_all_to_all", swaps),
     ):
         yield
 
@@ -237,7 +241,7 @@ def run_one_layer(world: World) -> list[str]:
         seen.append(f"{what} {count}")
         return count
 
-    all_to_all = expert_hops.start_all_to_all
+    all_to_all = transfer.start_all_to_all
 
     def starts(*given: Any) -> Any:
         tensor, wait = all_to_all(*given)
@@ -259,7 +263,7 @@ def run_one_layer(world: World) -> list[str]:
         return mock.patch.object(Experts, name, computed)
 
     with (
-        mock.patch.object(expert_hops, "start_all_to_all", starts),
+        mock.patch.object(transfer, "start_all_to_all", starts),
         computes("narrow"),
         computes("input_grads"),
     ):
@@ -296,27 +300,34 @@ CHANGING = replace(
 )
 
 
-def forms_in_turn(hops: tuple[Axis, Axis] | None) -> list[Form]:
+def another_each_step(first: HierarchicalDispatcher) -> list[Dispatcher]:
     """One for each step."""
-    others = [Form(fetches=True, chunks=3), Form(gathers=True), Form(chunks=3), Form()]
-    return [*others[:2], Form(hops=hops, chunks=2), *others[2:]]
+    ep, etp = first.ep, first.etp
+    return [
+        FetchDispatcher(ep, etp, chunks=3),
+        AllGatherDispatcher(ep, etp),
+        replace(first, chunks=2),
+        AllToAllDispatcher(ep, etp, chunks=3),
+        AllToAllDispatcher(ep, etp),
+    ]
 
 
 def run_changing(world: World) -> Outcome:
     """Each step goes another way, with the weights and states that the one before has left."""
     train = TrainStep.train
-    hops: list[tuple[Axis, Axis] | None] = []
+    found: list[HierarchicalDispatcher] = []
 
     def changing(self: TrainStep, number: int, rows: Any) -> Any:
         for layer in layers_of(self):
-            hops.append(layer.sharding.form.hops)
-            form = forms_in_turn(hops[0])[number]
-            layer.sharding = replace(layer.sharding, form=form)
+            if not found:
+                assert isinstance(layer.dispatcher, HierarchicalDispatcher)
+                found.append(layer.dispatcher)
+            layer.dispatcher = another_each_step(found[0])[number]
         return train(self, number, rows)
 
     with mock.patch.object(TrainStep, "train", changing):
         outcome = run_case(world, CHANGING)
-    assert hops[0] is not None
+    assert found
     return outcome
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
+from megapipe.config.keys import KEYS, SECTIONS
+from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import LaunchError
-from megapipe.keys import KEYS, SECTIONS
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import compare_ranks
 from megapipe.observe import package_hash
@@ -51,9 +52,11 @@ def test_a_key_of_each_section_is_started_and_few_have_no_other_value() -> None:
 
 
 def test_a_run_has_its_ranks_compare_every_key() -> None:
-    """And the files of the package, and the version of torch."""
-    values = compared(resolved(list(GIVEN)))
-    assert values.keys() == {*KEYS, "megapipe's files", "torch"}
+    """And the size of the tokenizer, the files of the package, and the version of torch."""
+    config = resolved(list(GIVEN))
+    values = compared(config, tokenizer := load_tokenizer(config.data.tokenizer))
+    assert values.keys() == {*KEYS, "the tokenizer's size", "megapipe's files", "torch"}
+    assert values["the tokenizer's size"] == tokenizer.vocab_size
     assert values["megapipe's files"] == package_hash()
     assert outcome(list(GIVEN)).items() <= values.items()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.plan.expert_commands import main
+from megapipe.plan.moe.commands import main
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
 

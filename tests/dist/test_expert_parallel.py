@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.distributed import collectives
 from megapipe.optim.state_store import MASTER
 from megapipe.plan.memory import model_memory
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import mixture
 from tests.parity.cases import Rows
 from tests.parity.chosen import chosen, evenly
@@ -166,8 +166,8 @@ def test_experts_and_other_weights_are_summed_over_their_groups(case: Case) -> N
     planned = step_traffic(Units(config, layout), 0)
     numel = {True: 0, False: 0}
     for spec in layout.model.parameters(layout.model.whole):
-        part = case.ep if spec.experts else case.tp if spec.split else 1
-        numel[spec.experts] += prod(spec.shape) // part
+        part = case.ep if spec.over_ep else case.tp if spec.split else 1
+        numel[spec.over_ep] += prod(spec.shape) // part
     for rank, calls in enumerate(run_world(4, run_recorded, case)):
         others = tuple(r for r in range(4) if r % case.tp == rank % case.tp)
         copies = tuple(r for r in range(4) if r % case.ep == rank % case.ep)

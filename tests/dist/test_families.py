@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
+from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Grid
 from megapipe.layers.parameter import LocalParameter
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import named_settings, reference
 from tests.parity.marks import in_parts
 from tests.parity.outcome import Parts, own_grads

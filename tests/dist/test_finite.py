@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import NumericError
 from megapipe.optim.buffers import Entry
 from megapipe.optim.shard import Shard
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.ranks import Case, Rows, configure
 
 pytestmark = pytest.mark.full

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layout.resolve import resolve
 from megapipe.optim.scaler import FIRST, LARGEST
 from megapipe.testing import World, WorldError, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.ranks import Case, Rows, configure
 
 STEPS = 30

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe import heartbeat
 from megapipe.cli import parse
+from megapipe.config.data import DataConfig
 from megapipe.convert import export
 from megapipe.data.prepare.cache import _digest, prepare
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, MegapipeError
+from megapipe.util import heartbeat
 from tests.parity.converted import write_checkpoint
 from tests.parity.launches import fork_script
 from tests.parity.reference import init_random

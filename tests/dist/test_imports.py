@@ -15,16 +15,16 @@ WITHOUT_TORCH = (
     "megapipe.context",
     "megapipe.experts",
     "megapipe.plan",
-    "megapipe.config",
+    "megapipe.config.config",
     "megapipe.cli",
-    "megapipe.dtypes",
+    "megapipe.util.dtypes",
     "megapipe.errors",
-    "megapipe.keys",
+    "megapipe.config.keys",
     "megapipe.layers.policy",
     "megapipe.layout",
-    "megapipe.section",
-    "megapipe.strict_yaml",
-    "megapipe.update_rules",
+    "megapipe.config.section",
+    "megapipe.config.strict_yaml",
+    "megapipe.config.update_rules",
     "megapipe.model.partition",
     *(f"megapipe.model.gpt.{name}" for name in ("config", "parameters", "flops")),
     *(f"megapipe.model.gpt.hf.{name}" for name in ("config", "parts", "table")),
@@ -36,6 +36,7 @@ WITHOUT_TORCH = (
 RUN_STAGES = (
     "megapipe.plan.run",
     "megapipe.plan.trace",
+    "megapipe.plan.results",
     "megapipe.plan.kernels",
     "megapipe.plan.cuda_kernels",
 )
@@ -61,14 +62,21 @@ def test_configuration_schedules_and_plans_load_no_torch() -> None:
     assert not heavy & set(loaded)
 
 
-def test_a_plan_of_measured_stages_loads_no_torch(tmp_path: Path) -> None:
-    """Of stages that a process has measured before."""
+EXPERTS = ("model.moe.experts=4", "parallel.dp=2", "parallel.ep=2", "log.peak_tflops=1")
+OPEN = ("experts.dispatch=auto", "experts.chunks=auto")
+
+
+@pytest.mark.parametrize("more", [(), (*EXPERTS, *OPEN)], ids=["dense", "auto"])
+def test_a_plan_of_measured_stages_loads_no_torch(more: tuple[str, ...], tmp_path: Path) -> None:
+    """Of stages, and of layers with experts, that a process has measured before."""
     code = (
         f"import os, sys\nos.environ['XDG_CACHE_HOME'] = {str(tmp_path)!r}\n"
         "from megapipe.cli import parse\nfrom megapipe.layout.resolve import resolve\n"
+        "from megapipe.plan.measurements import BY_UNITS\n"
         "from megapipe.plan.report import report\n"
         "keys = ['model.layers=2', 'model.hidden=16', 'model.heads=2', 'parallel.device=cpu']\n"
-        "report(*resolve(parse(keys).config, None, None))\nprint('torch' in sys.modules)"
+        f"given = parse([*keys, *{more}]).config\n"
+        "report(*resolve(given, None, None, measure=BY_UNITS))\nprint('torch' in sys.modules)"
     )
     assert [run_python(code) for _ in range(2)] == ["True\n", "False\n"]
 

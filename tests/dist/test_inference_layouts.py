@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.evaluate.choices import Question, answer
 from megapipe.evaluate.perplexity import measure
@@ -16,7 +17,6 @@ from megapipe.evaluate.scoring import Row, scores
 from megapipe.evaluate.texts import of_texts
 from megapipe.generate import Generator, Sampling
 from megapipe.layout.family import make_family
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.interface import Conditions
 from megapipe.testing import World, run_world
 from tests.parity.held_models import BYTES, held_model

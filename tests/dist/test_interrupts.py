@@ -111,7 +111,7 @@ INTERRUPTS = """
 import os, sys
 sys.path.insert(0, {root!r})
 from megapipe.train.main import main
-from megapipe.train.step import TrainStep
+from megapipe import TrainStep
 def interrupted(*_, **__):
     raise KeyboardInterrupt
 if os.environ["RANK"] == "1":
@@ -133,9 +133,8 @@ def test_an_interrupt_of_one_rank_ends_those_that_meet(rank: int, tmp_path: Path
     """At once: the others do not wait for it, nor for the third, which never comes."""
     given = endless(tmp_path, **PATIENT, **{"train.global_batch": "6"})
     with Job(tmp_path) as job:
-        job.ranks(3, {0: given, 1: given})
-        job.await_handlers()
-        time.sleep(3.0)
+        job.ranks(3, {0: given, 1: given}, port := free_port())
+        job.await_members(port, 2)
         job.processes[rank].send_signal(signal.SIGINT)
         assert job.processes[rank].wait(3) == 130
         outcome = job.end()
@@ -226,9 +225,8 @@ def test_a_scheduler_stops_all_ranks_before_the_first_step(
 def test_a_scheduler_stops_one_rank_while_the_others_meet(rank: int, tmp_path: Path) -> None:
     given = endless(tmp_path, **PATIENT, **{"train.global_batch": "6"})
     with Job(tmp_path) as job:
-        job.ranks(3, {0: given, 1: given})  # the third never comes
-        job.await_handlers()
-        time.sleep(3.0)
+        job.ranks(3, {0: given, 1: given}, port := free_port())  # the third never comes
+        job.await_members(port, 2)
         job.processes[rank].send_signal(signal.SIGTERM)
         outcome = job.end()
     outcome.assert_one_line(75, "stopped by SIGTERM before the first step")
@@ -323,18 +321,18 @@ def test_signals_within_a_save(background: str, tmp_path: Path) -> None:
 VALIDATES = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from megapipe.train import evaluation
+from megapipe.train.step import evaluation
 from megapipe.train.main import main
-from megapipe.train.step import TrainStep
+from megapipe import TrainStep
 evaluation.MICROBATCHES = 1
-forward, rank, begun = TrainStep.run_forward, int(os.environ["RANK"]), []
+forward, rank, begun = evaluation.Evaluator.run_forward, int(os.environ["RANK"]), []
 def counted(*given):
     begun.append(given)
     os.write(1, f"rank {{rank}} begins forward {{len(begun)}}\\n".encode())
     if rank == 1 and len(begun) == 3:
         os.kill(os.getpid(), signal.SIGUSR1)
     return forward(*given)
-TrainStep.run_forward = counted
+evaluation.Evaluator.run_forward = counted
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -49,7 +49,7 @@ def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
     assert (tmp_path / "runs/counting/copies/step-00000005").is_dir()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)

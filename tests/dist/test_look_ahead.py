@@ -10,10 +10,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.optim.optimizer import Optimizer
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.cases import END, validation_rows, validation_samples
 from tests.parity.checking import assert_same_bits, check_loss, values_at

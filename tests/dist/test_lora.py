@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megapipe import TrainStep
 from megapipe.checkpoint import Checkpoint
 from megapipe.convert import export
 from megapipe.convert.adapters import Adapters
@@ -20,7 +21,6 @@ from megapipe.inference import load_model
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.cases import Rows
 from tests.parity.collective_recorder import recording
 from tests.parity.pair_runs import check_cases

@@ -17,8 +17,8 @@ import pytest
 from megapipe.errors import CheckpointError, LaunchError
 from megapipe.launch import memory_folder, progress
 from megapipe.testing import World, run_world
-from megapipe.train import memory_copies
 from megapipe.train.callbacks import Callback, Run, Step
+from megapipe.train.resume import memory_copies
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
 from tests.parity.marks import in_parts, one_of

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from megapipe import TrainStep
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.optim.migration import move_experts
-from megapipe.plan.migration_traffic import migration_traffic
+from megapipe.optim.moe.migration import move_experts
+from megapipe.plan.moe.migration_traffic import migration_traffic
 from megapipe.testing import World, run_world
-from megapipe.train import resume
-from megapipe.train.step import TrainStep
+from megapipe.train.resume.load import load
 from tests.parity import reference
 from tests.parity.chosen import chosen
 from tests.parity.collective_recorder import recording
@@ -354,7 +354,7 @@ def stopped(world: World, case: Case) -> list[tuple[list[float], Kept]]:
         runs.append(trained(first, SAVED))
         second = begun(world.mesh(case.grid), case, folder)
         memory: Any = OneNode(Path(str(place)), Path(folder, "own"))
-        resume.load(memory.checkpoint, second.config, second, second.mesh, memory)
+        load(memory.checkpoint, second.state, second.mesh, memory)
         runs.append(trained(second, SAVED))
         torch.distributed.barrier()
     return runs

@@ -14,11 +14,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megapipe.layers import routing
+from megapipe import TrainStep
+from megapipe.layers.moe import routing
 from megapipe.layers.weight_grad import WeightGradQueue, WeightGradTask
 from megapipe.schedule.generators import accepts, names
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import moe_faults, reference
 from tests.parity.bitwise import assert_bitwise, outcomes_of
 from tests.parity.cases import Rows, settings

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from megapipe import TrainStep
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.cases import Case, Rows, configure
 from tests.parity.chosen import chosen
 from tests.parity.collective_recorder import Call, recording

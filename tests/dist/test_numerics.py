@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapipe import TrainStep
 from megapipe.checkpoint.regions import whole
 from megapipe.distributed.mesh import Grid
 from megapipe.optim.lr import learning_rate
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.bitwise import assert_bitwise, outcomes_of
 from tests.parity.marks import in_parts

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.layers.parameter import LocalParameter
 from megapipe.schedule.generators import gpipe_on, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.marks import in_parts
 from tests.parity.outcome import take_region

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.checking import assert_same_bits
 from tests.parity.collective_recorder import recording
 from tests.parity.ranks import OF_ALL_MODELS, Case, configure, run_cases

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megapipe.checkpoint import Checkpoint
+from megapipe.config.data import DataConfig
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.data_config import DataConfig
 from megapipe.errors import CheckpointError, DataError
 from megapipe.testing import World, run_world
 from tests.parity.jobs import tiny

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.report import report
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.cases import Case, batch_of, configure
 from tests.parity.compare import assert_grads_close, assert_scalar_close
 from tests.parity.outcome import Outcome, assemble
@@ -36,7 +36,7 @@ def settle(case: Case, **options: int) -> tuple[Config, Layout]:
     )
     config, _ = configure(case)
     config = config.model_copy(update={"model": model})
-    return resolve(config, case.world, case.vocab, freed=freed_share)
+    return resolve(config, case.world, case.vocab, measure=BY_UNITS)
 
 
 def run_tiny_cases(world: World, cases: list[Case]) -> list[Outcome]:

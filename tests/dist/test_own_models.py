@@ -29,7 +29,7 @@ def check_all(all_of_them: Sequence[Own]) -> None:
                 raise
 
 
-MODELS = ("plain", "split", "tied", "tuples", "functions", "parallel")
+MODELS = ("plain", "split", "tied", "tuples", "functions", "parallel", "shared")
 
 
 @in_parts("model", MODELS, default=["functions"], full=["tuples"])

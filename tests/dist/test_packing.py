@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.data.batch import Batches, Source
 from megapipe.data.dataset import Stream
 from megapipe.data.packing import PackedDataset, Rule, open_packing
@@ -20,7 +21,6 @@ from megapipe.data.tokens.format import token_type
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.outcome import assemble, own_grads, take_region
 

@@ -7,15 +7,15 @@ tests/dist/test_dispatch.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from megapipe.assembly import sharding
-from megapipe.layers.dispatch import Form
-from megapipe.layers.expert_rows import count_rows
+from megapipe.layers.moe import dispatchers
+from megapipe.layers.moe.dispatch import Dispatcher
+from megapipe.layers.moe.permutation import count_rows
 from megapipe.testing import World, run_world
 from tests.parity.bitwise import check_groups
 from tests.parity.cases import Case
@@ -80,7 +80,12 @@ def test_empty_rows_change_nothing_in_more_layouts(some: slice) -> None:
 
 def counted(world: World, case: Case) -> int:
     count = mock.Mock(side_effect=count_rows)
-    with mock.patch.object(sharding, "Form", partial(Form, count=count)):
+    make = dispatchers.make_dispatcher
+
+    def counting(*given: Any) -> Dispatcher:
+        return replace(make(*given), count=count)
+
+    with mock.patch.object(sharding, "make_dispatcher", counting):
         run_case(world, case, validate=True)
     return count.call_count
 

@@ -22,6 +22,7 @@ from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
 from tests.parity.chats import CHATML, conversation, tokenizer
 from tests.parity.clone import make_clone, run
+from tests.parity.marks import in_parts
 from tests.parity.megatron_files import write_legacy
 from tests.parity.pages import DOCS, commands, wrong_files
 from tests.parity.reference import init_random
@@ -88,7 +89,7 @@ BEFORE = {
 def trains(command: str) -> bool:
     words = shlex.split(command)
     only_told = {"--dry-run", "--help", "--time-slices"}.intersection(words)
-    return bool({"train.py", "train"}.intersection(words)) and not only_told
+    return bool({"train.py", "train", "my_run.py"}.intersection(words)) and not only_told
 
 
 def why_not(name: str, command: str) -> str | None:
@@ -175,12 +176,14 @@ def script_of(name: str) -> list[str]:
     return script
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", [*filter(is_run, PAGES)])
+@in_parts("name", filter(is_run, PAGES), full=3)
 def test_commands_work_one_after_the_other(name: str, tmp_path: Path) -> None:
     clone = tmp_path / "megapipe"
     make_clone(clone)
     make_inputs(clone)
+    for source in re.findall(r"^```python\n(.*?)^```$", PAGES[name], re.M | re.S):
+        if file := re.match(r'"""(\w+\.py): ', source):
+            (clone / file[1]).write_text(source)
     script = script_of(name)
     printed = run(clone, script, binaries=clone / ".venv/bin")
     ends = re.findall(r"step 2/2 \| +[\d,]+ samples \| loss", printed)

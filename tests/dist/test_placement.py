@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.distributed import collectives
 from megapipe.distributed.axis import Axis
 from megapipe.experts.map import ExpertMap
-from megapipe.layers import expert_hops, expert_places
-from megapipe.layers.expert_places import ExpertPlaces
-from megapipe.plan.expert_placement import Policy
+from megapipe.layers.moe import replicas, transfer
+from megapipe.layers.moe.replicas import ExpertPlaces
 from megapipe.plan.memory import model_memory
+from megapipe.plan.moe.placement import Policy
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
-from megapipe.train import expert_maps
-from megapipe.train.expert_maps import ExpertMaps
-from megapipe.train.step import TrainStep
+from megapipe.train.moe import expert_maps
+from megapipe.train.moe.expert_maps import ExpertMaps
 from tests.parity.cases import LR, SLOW, Rows, validation_rows, validation_samples
 from tests.parity.collective_recorder import recording
 from tests.parity.faults import outcomes_of_faults
@@ -179,7 +179,7 @@ def decided(world: World, speeds: list[tuple[float, ...]]) -> list[list[ExpertMa
         config = config.model_copy(update={"log": log})
         step = TrainStep(config, layout, world.mesh(case.grid))
         told = [0.0, 0.0, 0.0, 0.0, *(20.0 / (1 + e) for e in range(config.model.moe.experts))]
-        step.maps.decide(0, told * case.layers)
+        step.maps.after_update(0, told * case.layers)
         found.append([places.present for places in step.maps.places.values()])
     return found
 
@@ -216,7 +216,7 @@ def arriving_late() -> Iterator[None]:
 
         return received, arrive
 
-    with mock.patch.object(expert_places, "start_all_to_all", late):
+    with mock.patch.object(replicas, "start_all_to_all", late):
         yield
 
 
@@ -288,8 +288,8 @@ def exchanged(found: list[Exchange]) -> Iterator[None]:
         return spy
 
     with (
-        mock.patch.object(expert_hops, "start_all_to_all", spied("rows")),
-        mock.patch.object(expert_places, "start_all_to_all", spied("copies")),
+        mock.patch.object(transfer, "start_all_to_all", spied("rows")),
+        mock.patch.object(replicas, "start_all_to_all", spied("copies")),
     ):
         yield
 
@@ -297,7 +297,7 @@ def exchanged(found: list[Exchange]) -> Iterator[None]:
 @contextmanager
 def silent(maps: ExpertMaps) -> Iterator[None]:
     """Copies are chosen, and no rank tells another anything for it."""
-    decide, chosen = maps.decide, []
+    decide, chosen = maps.after_update, []
 
     def spied(step: int, told: Sequence[float]) -> str | None:
         with recording() as recorder:
@@ -306,7 +306,7 @@ def silent(maps: ExpertMaps) -> Iterator[None]:
         assert not recorder.calls
         return line
 
-    with mock.patch.object(maps, "decide", spied):
+    with mock.patch.object(maps, "after_update", spied):
         yield
     assert chosen
 

@@ -15,11 +15,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Coordinates
 from megapipe.engine.stage import Stage
 from megapipe.experts.map import ExpertMap
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.scratch import Scratch
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import Message
 from megapipe.ops.documents import Documents
@@ -27,7 +29,6 @@ from megapipe.ops.storages import LiveStorages
 from megapipe.plan.run import measure
 from megapipe.plan.unit import Unit
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.cases import END
 from tests.parity.chosen import evenly
 from tests.parity.live_storages import known_of, settle
@@ -233,7 +234,7 @@ class _Real:
         held = None if layout.cp == 1 else layout.split.held(layout.slice_lengths, self.cp)
         more: dict[str, Any] = {"held": held, "scale": 0.1}
         if len(lengths) > 1:
-            more |= {"sequence_length": sum(lengths), "earlier": {}}
+            more |= {"sequence_length": sum(lengths), "sequence_scratch": Scratch()}
         for length in lengths:
             ids = torch.arange(self.rows * length).view(-1, length) % self.case.vocab
             documents = None

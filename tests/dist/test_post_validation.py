@@ -18,18 +18,18 @@ from unittest import mock
 import pytest
 import torch
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.errors import NumericError
 from megapipe.layout.resolve import resolve
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import Store
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.testing import World, WorldError, run_world
-from megapipe.train.post_validation import PostValidation
-from megapipe.train.routing_state import RoutingState
-from megapipe.train.step import TrainStep
+from megapipe.train.moe.routing_state import RoutingState
+from megapipe.train.step.post_validation import PostValidation
 from megapipe.train.update import StepResult
 from tests.parity import reference
 from tests.parity.marks import in_parts, one_of
@@ -89,7 +89,7 @@ def begin(world: World, this: Run, *, trust: bool) -> TrainStep:
     settings["numbers"] |= {"rerun": False}  # what is poisoned is the turn and not the step
     settings["optimizer"] |= {"clip": this.clip, "post_validation": trust, **this.optimizer}
     config = Config.model_validate(settings)
-    config, layout = resolve(config, case.world, case.vocab, freed=freed_share)
+    config, layout = resolve(config, case.world, case.vocab, measure=BY_UNITS)
     step = TrainStep(config, layout, world.mesh(case.grid))
     params = reference.init_random(config.model, seed=3)
     step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
@@ -124,7 +124,7 @@ def bits_of(step: TrainStep) -> dict[str, str]:
         for stage, module in step.modules.items()
         for name, parameter in module.named_parameters()
     }
-    for piece in step.routing.pieces():
+    for piece in step.routing.tensors():
         bits[piece.name] = digest(piece.tensor)
     for own in step.optimizer.own_slices():
         for kind, values in own.values.items():
@@ -363,7 +363,7 @@ def choices_that_hold_count_twice() -> AbstractContextManager[Any]:
 
 def choices_of_other_holders_are_left_out() -> AbstractContextManager[Any]:
     def wrong(self: PostValidation, vector: torch.Tensor) -> Any:
-        return [(shared.layers, self._unpack(vector).routing) for shared in self._layers]
+        return [(shared.layers, self._totals.unpack(vector).routing) for shared in self._layers]
 
     return mock.patch.object(PostValidation, "_known", wrong)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.engine.names import name_of
 from megapipe.observe.profile import merge
@@ -19,7 +20,6 @@ from megapipe.schedule.lower import lower
 from megapipe.schedule.program import Do
 from megapipe.testing import World, run_world
 from megapipe.train.garbage import Garbage
-from megapipe.train.step import TrainStep
 from tests.parity.jobs import ROOT, arguments, tiny
 from tests.parity.launches import run_forked
 from tests.parity.ranks import Case, Rows, configure
@@ -29,7 +29,7 @@ import os, sys
 sys.path.insert(0, {root!r})
 import torch
 from megapipe.train.main import main
-from megapipe.train.step import TrainStep
+from megapipe import TrainStep
 whole = TrainStep.train
 def run_out(self, step, *args, **options):
     if step == 1 and os.environ["RANK"] == "1":

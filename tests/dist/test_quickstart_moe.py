@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.plan.expert_commands import main, plan, show
+from megapipe.plan.moe.commands import main, plan, show
 from tests.parity.jobs import ROOT, arguments, write_corpus
 from tests.parity.launches import run_forked
 

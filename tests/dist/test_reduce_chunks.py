@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.optim.shard import Shard
 from megapipe.schedule.program import Action, Do
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.chosen import chosen, evenly
 from tests.parity.collective_recorder import recording
@@ -97,7 +97,7 @@ def sent(world: World, cases: list[Case]) -> list[list[tuple[int, int, bool]]]:
     for case in cases:
         config, layout = configure(case)
         step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
-        executor = step._executors[0]
+        executor = step.stepper.executors.plain[0]
         running: list[Action] = []
         left: list[tuple[int, int, bool]] = []
 

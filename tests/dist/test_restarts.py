@@ -111,10 +111,10 @@ DEADLY = """
 import os, signal
 from megapipe.train import trainer
 load = trainer.load
-def deadly(checkpoint, config, step, mesh, memory=None):
+def deadly(checkpoint, state, mesh, memory=None):
     if mesh.rank == 1 and (checkpoint.path / "poison").exists():
         os.kill(os.getpid(), signal.SIGSEGV)
-    load(checkpoint, config, step, mesh, memory)
+    load(checkpoint, state, mesh, memory)
 trainer.load = deadly
 callbacks = []
 """

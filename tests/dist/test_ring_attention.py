@@ -18,12 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from megapipe.assembly.context import make_context
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.context.entries import Entry
 from megapipe.distributed.collectives import all_gather, reduce_scatter, start_all_to_all
 from megapipe.distributed.exchange import Exchange, Letter, start_exchange
 from megapipe.distributed.mesh import Grid
-from megapipe.dtypes import Dtype
 from megapipe.layers import reshard as reshard_module
 from megapipe.layers import ring_attention
 from megapipe.layers.microbatch import MicroBatch
@@ -35,9 +34,10 @@ from megapipe.layout.resolve import resolve
 from megapipe.ops.block_attention import CpuFlash, Explicit
 from megapipe.ops.documents import Documents
 from megapipe.ops.scores import PLAIN
-from megapipe.plan.context_choice import Places, attention_of, bytes_sent
+from megapipe.plan.context_choice import Attention, Places, bytes_sent
 from megapipe.plan.unit import on_the_wire
 from megapipe.testing import World, run_world
+from megapipe.util.dtypes import Dtype
 from tests.parity.marks import in_parts
 
 B, D = 2, 8
@@ -72,7 +72,7 @@ class Setting:
     def sends(self, what: Pass, index: int) -> int:
         """Bytes that a rank sends by the formula that compares ways to attend."""
         config, _ = self._resolved()
-        own = attention_of(config)
+        own = Attention.of(config)
         return sum(size for _, size in bytes_sent(own, Places(config), what, index))
 
     def _resolved(self) -> tuple[Config, Layout]:
@@ -222,7 +222,7 @@ def attend_once(world: World, setting: Setting) -> Seen:
     return Seen(results, rows, letters, sent, operations, begun)
 
 
-@in_parts("cp", sorted({setting.cp for setting in SETTINGS}), default=[3, 4], full=[8])
+@in_parts("cp", sorted({setting.cp for setting in SETTINGS}), default=[4], full=3)
 def test_plans(cp: int) -> None:
     """Rows 6.02 to 6.09 and 6.11: output and gradients are those of one process, and each rank
     sends what the plan says, in an order that all members of a group share, before it computes

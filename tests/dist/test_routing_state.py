@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.experts.map import ExpertMap
-from megapipe.layers.experts import Experts
+from megapipe.layers.moe.experts import Experts
 from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
+from megapipe.train.moe.expert_maps import ExpertMaps
 from megapipe.train.update import Update
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.held_models import held_model
@@ -85,7 +86,8 @@ def trained(world: World, case: Case, numbers: dict[str, Any], poisoned: bool) -
                 for layer in layers
                 if isinstance(layer, Experts) and layer.places is not None
             ]
-            seen.append(Seen(result.skipped is not None, kept, result.largest_bias, maps))
+            bias = result.figures.get("largest_bias")
+            seen.append(Seen(result.skipped is not None, kept, bias, maps))
     return seen
 
 
@@ -119,7 +121,8 @@ def moved_where_it_is_skipped(world: World, *given: Any) -> list[Seen]:
     def wrong(self: Update, step: int, totals: Any, again: Any) -> Any:
         result = apply(self, step, totals, again)
         if result.skipped is not None:
-            self.routing.move(totals.routing)
+            for each in self.followers:
+                each.after_update(step, totals.routing)
         return result
 
     with mock.patch.object(Update, "apply", wrong):
@@ -155,7 +158,9 @@ def decided_where_it_is_skipped(apply: Any) -> Any:
     def wrong(self: Update, step: int, totals: Any, again: Any) -> Any:
         result = apply(self, step, totals, again)
         if result.skipped is not None:
-            self.maps.decide(step, totals.routing)
+            for each in self.followers:
+                if isinstance(each, ExpertMaps):
+                    each.after_update(step, totals.routing)
         return result
 
     return wrong

@@ -6,7 +6,9 @@ In fp64 the reference codes the same rows by formulas of its own, so that all el
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -14,11 +16,13 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.mesh import Grid
-from megapipe.layers.dispatch import Form
-from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe_specs import Codec, Routing, expert_matrices, of_tokens
-from megapipe.layers.parameter import Sharding
+from megapipe.layers.moe.dispatch import Dispatcher
+from megapipe.layers.moe.dispatchers.all_gather import AllGatherDispatcher
+from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
+from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.sharding import MoESharding
+from megapipe.layers.moe.specs import Codec, Routing, expert_matrices, of_tokens
 from megapipe.ops.activation import Activate
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.testing import World, run_world
@@ -83,7 +87,11 @@ def test_no_form_changes_a_bit_in_types_that_a_run_may_have(world: int) -> None:
 
 
 HIDDEN, EXPERTS, TOKENS = 8, 4, 12
-FORMS = [Form(), Form(gathers=True), Form(chunks=2)]
+DISPATCHERS: list[Callable[..., Dispatcher]] = [
+    AllToAllDispatcher,
+    AllGatherDispatcher,
+    partial(AllToAllDispatcher, chunks=2),
+]
 
 
 def in_steps(seed: int) -> Tensor:
@@ -101,10 +109,13 @@ class NoActivation(Activate):
         return y.clone()
 
 
-def of_one_layer(world: World, form: Form, x: Tensor, grad: Tensor) -> list[Tensor]:
+def of_one_layer(
+    world: World, kind: Callable[..., Dispatcher], codec: Codec, x: Tensor, grad: Tensor
+) -> list[Tensor]:
     """Output and gradients of experts that permute the values of their tokens."""
     mesh = world.mesh(Grid(1, 2, 1, 1, 2))
-    sharding = Sharding(mesh.tp, False, torch.float32, ep=mesh.ep, form=form)
+    dispatcher = kind(mesh.ep, codec=codec)
+    sharding = MoESharding(mesh.tp, False, torch.float32, dispatcher=dispatcher)
     shape = EXPERTS, HIDDEN, HIDDEN
     up, down = (
         (next(expert_matrices(name, shape, bias=False, std=1, inner_dim=dim)), None)
@@ -116,7 +127,7 @@ def of_one_layer(world: World, form: Form, x: Tensor, grad: Tensor) -> list[Tens
     generator = torch.Generator().manual_seed(0)
     for entry in bucket.entries:
         weights = bucket.view(bucket.weights, entry)
-        if entry.spec.experts:
+        if entry.spec.over_ep:
             for expert, matrix in enumerate(weights):
                 turned = torch.randperm(HIDDEN, generator=generator).roll(world.rank + expert)
                 matrix.copy_(torch.eye(HIDDEN)[turned])
@@ -132,17 +143,15 @@ def of_one_layer(world: World, form: Form, x: Tensor, grad: Tensor) -> list[Tens
     return [y.detach(), x.grad, bucket.grads[0].clone()]
 
 
-def run_layers(world: World) -> list[tuple[Form, bool, list[list[Tensor]]]]:
-    """By form and whether values are in steps, what each codec leaves."""
+def run_layers(world: World) -> list[tuple[int, bool, list[list[Tensor]]]]:
+    """By dispatcher and whether values are in steps, what each codec leaves."""
     x, grad = in_steps(3 + world.rank), in_steps(5 + world.rank)
     found = []
-    for form in FORMS:
+    for number, kind in enumerate(DISPATCHERS):
         for exact in (True, False):
             given = (x, grad) if exact else (x / 3 + 0.1, grad / 7)
-            each = [
-                of_one_layer(world, replace(form, codec=codec), *given) for codec in get_args(Codec)
-            ]
-            found.append((form, exact, each))
+            each = [of_one_layer(world, kind, codec, *given) for codec in get_args(Codec)]
+            found.append((number, exact, each))
     return found
 
 
@@ -150,10 +159,10 @@ def run_layers(world: World) -> list[tuple[Form, bool, list[list[Tensor]]]]:
 def test_what_codecs_can_hold_arrives_as_it_was() -> None:
     """There and back, in F and in I: whole layers have the same bits, and others have not."""
     for rank in run_world(2, run_layers):
-        for form, exact, (none, *others) in rank:
+        for number, exact, (none, *others) in rank:
             for other in others:
                 same = [a.equal(b) for a, b in zip(none, other, strict=True)]
-                assert same == [exact] * 3, form
+                assert same == [exact] * 3, DISPATCHERS[number]
 
 
 @pytest.fixture(scope="module")

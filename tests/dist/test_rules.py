@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.checkpoint.regions import whole
 from megapipe.distributed.mesh import Axis, Grid
 from megapipe.layers.parameter import LocalParameter
@@ -18,7 +19,6 @@ from megapipe.optim.buffers import Entry
 from megapipe.optim.rules import Rule, layerwise, muon
 from megapipe.optim.rules.whole import gather_local, on_whole
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.marks import in_parts
 from tests.parity.optim_rules import (
     PLAIN,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 from megapipe.model.gpt.flops import head_flops, layer_flops
 from tests.parity.launches import Ended, fork_script
 

@@ -45,7 +45,7 @@ STAGES = {
     "training": ("import megapipe.train.trainer, megapipe.train.job",),
     "kernels": (
         "import torch",
-        "from megapipe.config import Config",
+        "from megapipe.config.config import Config",
         "from megapipe.layout.resolve import resolve",
         "from megapipe.assembly.kernels import select_kernels",
         "config, layout = resolve(Config(), 1, None)",
@@ -69,7 +69,7 @@ def test_nothing_heavy_is_loaded_before_it_is_needed() -> None:
     assert "megapipe" in package
     assert "torch" not in package
     assert "megapipe.library.pipeline" in asked
-    assert {"torch", "megapipe.train.step", "megapipe.train.kernels"} <= training
+    assert {"torch", "megapipe.train.train_step", "megapipe.train.kernels"} <= training
     heavy = set(HEAVY) - modules_after("import torch")
     for stage, loaded in zip(STAGES, (package, asked, training, kernels), strict=True):
         assert not loaded & heavy, stage

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.writer import Meta, save
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
 from megapipe.distributed.mesh import Grid
 from megapipe.testing import World, run_world
 from megapipe.train import checkpoint_io
-from megapipe.train.step import TrainStep
 from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Rows, configure, local_copies
 
@@ -110,7 +110,7 @@ def interrupted(world: World, folder: Path, settings: dict[str, Any]) -> tuple[l
         first.train(i, rows)
     ending = outcome(first)
     again = new_step(world, CASE, folder, settings)
-    again.take_over(Checkpoint.open(path))
+    again.state.take_over(Checkpoint.open(path))
     again.train(2, rows)
     return ending, outcome(again)
 

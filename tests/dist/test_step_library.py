@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import CheckpointError, DataError
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.cases import Case, Rows, configure
 from tests.parity.own_models import Own, settle
 

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from megapipe.testing import World, run_world
-from megapipe.train import streaming
+from megapipe.train.async_training import streaming
 from tests.parity.cases import Case, Rows, configure
 from tests.parity.marks import in_parts
 from tests.parity.outcome import Outcome, Parts, own_values

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megapipe import TrainStep
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.testing import World, WorldError, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import reference, stopped_runs
 from tests.parity.cases import Case, Rows, configure
 from tests.parity.marks import in_parts

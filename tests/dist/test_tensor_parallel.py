@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.checkpoint.regions import Region, intersect, whole
+from megapipe.config.model import ModelConfig
 from megapipe.context.positions import Positions
 from megapipe.distributed.collectives import (
     all_gather,
@@ -34,7 +35,6 @@ from megapipe.layers.policy import padded_vocabulary
 from megapipe.layers.specs import by_name, column_linear, positions, row_linear, vocabulary
 from megapipe.layers.weight_grad import main_grad
 from megapipe.model.gpt.attention import Attention
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import block_parameters
 from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
 from tests.parity.collective_recorder import Call, recording

@@ -10,12 +10,12 @@ import torch
 
 from megapipe.checkpoint import Checkpoint, Region
 from megapipe.cli import parse
+from megapipe.config.model import ModelConfig
 from megapipe.convert import export
 from megapipe.errors import CheckpointError
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.testing import run_world
-from megapipe.train.upcycle import Upcycled, without_source
+from megapipe.train.moe.upcycle import Upcycled, without_source
 from tests.parity.converted import write_checkpoint
 from tests.parity.first_step import first_losses
 from tests.parity.jobs import arguments, tiny

@@ -11,12 +11,12 @@ from unittest import mock
 
 import pytest
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.optim import reduction, shard
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.program import Action, Do
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity.ranks import Case, Rows, configure
 
 CHUNKS = Case(dp=2, m=4, chunks=3, layers=3, schedule="breadth_first", dtype="fp32")
@@ -63,7 +63,7 @@ def watch(world: World, case: Case) -> Seen:
         )
 
     moments: list[Moment] = []
-    executor = step._executors[0]
+    executor = step.stepper.executors.plain[0]
 
     def noting(action: Action, call: Callable[[], None]) -> None:
         call()
@@ -250,7 +250,7 @@ def order(world: World, case: Case) -> list[str]:
     config, layout = configure(case)
     step = TrainStep(config, layout, world.mesh(Grid(dp=case.dp)))
     log: list[str] = []
-    executor = step._executors[0]
+    executor = step.stepper.executors.plain[0]
 
     def noting(action: Action, call: Callable[[], None]) -> None:
         call()

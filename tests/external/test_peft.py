@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from megapipe import TrainStep
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.config import Config, OptimizerConfig, TrainConfig
+from megapipe.config.config import Config, OptimizerConfig, TrainConfig
+from megapipe.config.lora import LoraConfig
 from megapipe.convert import HuggingFaceFolder, export
 from megapipe.convert.adapters import export_adapters
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
-from megapipe.lora_config import LoraConfig
 from megapipe.optim.lr import learning_rate
 from megapipe.testing import World, run_world
-from megapipe.train.resume import load_weights
-from megapipe.train.step import TrainStep
+from megapipe.train.resume.load import load_weights
 from tests.parity.compare import assert_grads_close, assert_scalar_close, assert_weights_close
 from tests.parity.converted import write_checkpoint
 from tests.parity.marks import in_parts
@@ -65,7 +65,7 @@ def trained(world: World, case: str, folder: Path) -> dict[str, Any]:
     config, layout = resolve(config_of(case), 1, 64)
     mesh, given = world.mesh(Grid()), batches(config)
     step = TrainStep(config, layout, mesh)
-    load_weights(HuggingFaceFolder.open(folder / "base"), step, mesh)
+    load_weights(HuggingFaceFolder.open(folder / "base"), step.state, mesh)
     found: dict[str, Any] = {"losses": [], "grads": [], "first": step.save(folder / "saved", 0)}
     finish = step.optimizer.finish_reduce
 

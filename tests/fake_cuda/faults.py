@@ -131,9 +131,9 @@ def other_heads_not_waited_for() -> Patch:
     "reads what NCCL's all_to_all .* has not waited",
 )
 def copies_of_experts_not_waited_for() -> Patch:
-    from megapipe.layers import expert_places
+    from megapipe.layers.moe import replicas
 
-    return never_waits(expert_places, "start_all_to_all")
+    return never_waits(replicas, "start_all_to_all")
 
 
 @seeded(PIPELINE, "reads what NCCL's recv .* has not waited")

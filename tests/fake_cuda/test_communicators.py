@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megapipe import TrainStep
 from megapipe.plan.communicators import communicators
-from megapipe.train.step import TrainStep
 from tests.fake_cuda.world import faults_of, observe
 from tests.parity.cases import Case, Rows, configure
 from tests.parity.marks import in_parts

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megapipe import TrainStep
 from megapipe.engine.executor import Executor
 from megapipe.train.own_times import OwnTimes
-from megapipe.train.step import TrainStep
 from tests.fake_cuda.world import run_world
 from tests.parity.cases import END, Case, Rows, configure
 from tests.parity.marks import in_parts
@@ -91,7 +91,7 @@ def waits_in_steps(world: Any, cases: list[Case]) -> list[Waits]:
             with own.step():
                 step.train(i, rows)
         waits = Waits()
-        waits.watch(step._executors[0])
+        waits.watch(step.stepper.executors.plain[0])
         waits.note(Counter())
         with own.step():
             step.train(2, rows)

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.ops import loss, rotary, swiglu
 from megapipe.train.kernels import agreed_kernels
-from megapipe.train.step import TrainStep
 from tests.fake_cuda.world import run_world
 from tests.parity.cases import Case, configure
 from tests.parity.collective_recorder import recording

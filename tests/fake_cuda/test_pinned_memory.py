@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.layers import offload
 from megapipe.ops.documents import Documents
-from megapipe.train.step import TrainStep
 from tests.fake_cuda.world import observe, run_world
 from tests.parity.cases import END, Case, Rows, configure
 from tests.parity.marks import in_parts

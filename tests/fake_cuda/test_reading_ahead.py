@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import DataError
-from megapipe.train.step import TrainStep
 from tests.fake_cuda.world import run_world
 from tests.parity.cases import Case, Rows, configure, validation_rows, validation_samples
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.engine.executor import Executor
 from megapipe.schedule.load import load
-from megapipe.train.step import TrainStep
-from megapipe.train.warm_up import WarmUp
+from megapipe.train.step.warm_up import WarmUp
 from tests.fake_cuda.world import faults_of, observe, run_world
 from tests.parity.cases import END, Case, Rows, configure, validation_rows, validation_samples
 from tests.parity.marks import in_parts
@@ -77,7 +77,10 @@ def another_schedule(world: Any) -> list[bool]:
             step.settle()
             step.use(load("zb_h1", ranks=2, microbatches=4))
         if i >= 2:
-            found += [step._warm is step.schedule, all(e._stepped for e in step._executors)]
+            found += [
+                step._warm is step.schedule,
+                all(e._stepped for e in step.stepper.executors.plain),
+            ]
         step.train(i, rows)
     step.settle()
     return found

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Axis, Grid
 from megapipe.engine.recorder import Recorder
 from megapipe.layers.linear import ColumnParallelLinear
@@ -22,7 +23,6 @@ from megapipe.layers.weight_grad import add_product, main_grad
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.schedule.ir import Kind, Op
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.checking import kind_of
 from tests.parity.ranks import (

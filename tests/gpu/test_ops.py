@@ -15,14 +15,15 @@ from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.errors import ConfigError
-from megapipe.layers.expert_tasks import ExpertsTask
-from megapipe.ops import adam, grouped, loss, norm, rotary, swiglu, weight_grad
+from megapipe.layers.moe.tasks import ExpertsTask
+from megapipe.ops import adam, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.attention_choice import Attended, candidates, torch_choice
 from megapipe.ops.block_attention import BlockKernel, Explicit, accumulation, merge
 from megapipe.ops.block_choice import block_candidates, packed_candidates
 from megapipe.ops.documents import Documents, runs_of
+from megapipe.ops.moe import grouped
 from megapipe.ops.packed_kernels import OneByOne, PackedKernel
 from megapipe.ops.probe import choose
 from megapipe.testing import run_world

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.parity.jobs import ROOT
 
 SHARED = (
+    "all.py",
     "by_autograd.py",
     "common.py",
     "corpus.py",

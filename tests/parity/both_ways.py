@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.convert import export
-from megapipe.model.gpt.config import ModelConfig
 from tests.parity.converted import write_checkpoint
 from tests.parity.reference import init_random
 from tests.unit.model.transformers_models import model_of

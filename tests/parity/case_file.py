@@ -14,9 +14,9 @@ from typing import Any
 from tests.parity import draw
 
 FOLDER = Path(__file__).parent / "pair_cases"
-BUDGETS_S = {"parity": 180.0, "stale": 60.0}
+BUDGETS_S = {"parity": 90.0, "stale": 30.0}
 """Seconds of each matrix in a run."""
-COMMITS = 30
+COMMITS = 60
 """After so many all cases should have had their turn."""
 SHARE = 0.95
 """What :data:`COMMITS` should hold of the cases."""

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.moe import MoEConfig
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.family import family_of
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.moe_config import MoEConfig
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.schedule.generators import build
 from tests.parity import reference
 from tests.parity.drawn_owners import pool_file
@@ -298,7 +298,7 @@ def configure(case: Case) -> tuple[Config, Layout]:
     for section, keys in _sections(case).items():
         tree.setdefault(section, {}).update(keys)
     config = Config.model_validate(tree)
-    config, resolved = resolve(config, case.world, case.vocab, freed=freed_share)
+    config, resolved = resolve(config, case.world, case.vocab, measure=BY_UNITS)
     if case.codec != config.experts.codec:
         config, resolved = _coded(config, resolved, case.codec)
     if case.lengths is not None:

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.layers.experts import Experts
+from megapipe.config.model import ModelConfig
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.routing_noise import TokenNoise
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.routing import CHOICE
+from megapipe.layers.moe.routing_noise import TokenNoise
 from tests.parity.mixture import Told, choose, dropped_of, experts_of, has_experts
 
 Found = list[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]]
@@ -36,7 +37,7 @@ def recording(found: Callable[[], Found]) -> Iterator[None]:
     def recorded(
         self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, sequences: int, *rest: Any
     ) -> Any:
-        again = self.layer in mb.choices
+        again = self.layer in mb.scratch.by_layer(CHOICE)
         made = choice(self, logits, p, mb, sequences, *rest)
         if not again:
             shape = len(p) // sequences, sequences

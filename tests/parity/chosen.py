@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapipe.layers import routing
-from megapipe.layers.moe_specs import Routing
+from megapipe.layers.moe import routing
+from megapipe.layers.moe.specs import Routing
 
 
 @contextmanager

@@ -10,10 +10,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapipe.layers import experts, row_codec
-from megapipe.layers.dispatch import Dispatch, Homeward, RowsTravel, _RowsOut
-from megapipe.layers.expert_hops import Hop, Trip
-from megapipe.layers.row_codec import CODECS, UNCODED, RowCodec, Stepped
+from megapipe.layers.moe import experts, row_codec
+from megapipe.layers.moe.dispatch import Combine, Dispatch
+from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatch, _Rows
+from megapipe.layers.moe.row_codec import CODECS, UNCODED, Stepped
+from megapipe.layers.moe.transfer import AllToAll, Transfer
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
 
@@ -25,32 +26,33 @@ def gradients_are_not_coded() -> Patch:
     backward = experts._ExpertsFunction.backward
 
     def wrong(ctx: Any, grad: Tensor) -> Any:
-        ctx.plan = ctx.plan._replace(form=replace(ctx.plan.form, codec="none"))
+        plain = replace(ctx.plan.dispatcher, codec="none")
+        ctx.plan = ctx.plan._replace(dispatcher=plain)
         return backward(ctx, grad)
 
     return mock.patch.object(experts._ExpertsFunction, "backward", wrong)
 
 
 def results_are_not_coded() -> Patch:
-    return mock.patch.object(Dispatch, "home", lambda self: Homeward(self, UNCODED))
+    return mock.patch.object(Dispatch, "combine", lambda self: Combine(self, UNCODED))
 
 
 def rows_that_stay_are_not_coded() -> Patch:
-    init, arrived = Trip.__init__, Trip.arrived
+    init, arrived = Transfer.__init__, Transfer.wait
 
-    def begins(self: Any, rows: Tensor, steps: Sequence[Hop], codec: RowCodec) -> None:
+    def begins(self: Any, rows: Tensor, steps: Sequence[AllToAll], *given: Any) -> None:
         (hop,) = steps
         own, start = hop.axis.index, sum(hop.sends[: hop.axis.index])
         self.place = sum(hop.receives[:own])
         self.own = rows[start : start + hop.sends[own]]
-        init(self, rows, steps, codec)
+        init(self, rows, steps, *given)
 
     def ends(self: Any) -> Tensor:
         rows = arrived(self)
         rows[self.place : self.place + len(self.own)] = self.own
         return rows
 
-    return mock.patch.multiple(Trip, __init__=begins, arrived=ends)
+    return mock.patch.multiple(Transfer, __init__=begins, wait=ends)
 
 
 def one_step_for_all_rows() -> Patch:
@@ -78,15 +80,15 @@ def values_are_cut_off() -> Patch:
 
 
 def weights_are_coded() -> Patch:
-    def wrong(self: RowsTravel, values: Tensor) -> _RowsOut:
-        return _RowsOut(self, lambda part: self.rows.of_choices(values, part), CODECS["bf16"])
+    def wrong(self: AllToAllDispatch, values: Tensor) -> _Rows:
+        return _Rows(self, lambda part: self.rows.of_choices(values, part), CODECS["bf16"])
 
-    return mock.patch.object(RowsTravel, "choices", wrong)
+    return mock.patch.object(AllToAllDispatch, "dispatch_weights", wrong)
 
 
 def gradients_of_weights_are_coded() -> Patch:
     return mock.patch.object(
-        Dispatch, "home_of_choices", lambda self: Homeward(self, CODECS["bf16"])
+        Dispatch, "combine_weight_grads", lambda self: Combine(self, CODECS["bf16"])
     )
 
 

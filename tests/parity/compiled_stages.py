@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Stage
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding
 from megapipe.model.gpt.compiled_check import check_compiled
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.partition import StageSpec
 from megapipe.ops.compiler import Compiler
 from megapipe.ops.kernels import Kernels

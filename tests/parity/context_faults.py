@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,10 +16,11 @@ from megapipe.context.documents import within_documents
 from megapipe.context.entries import Entry
 from megapipe.context.positions import Positions
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.mesh import Grid
 from megapipe.layers import block_calls, reshard, ring_attention
 from megapipe.layers.context import Context
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layout import buckets
+from megapipe.layout.layout import Layout
 from megapipe.model.gpt import stage as gpt_stage
 from megapipe.ops import score_blocks
 from megapipe.ops.block_attention import CpuFlash
@@ -188,15 +189,15 @@ def tokens_counted_over_dp_only() -> Patch:
 
 
 def gradients_summed_over_dp_only() -> Patch:
-    def wrong(
-        self: Grid, rank: int, pp_indices: Sequence[int], *, experts: bool = False
-    ) -> list[int]:
-        at = self.coordinates_of(rank)
+    right = buckets._groups
+
+    def wrong(config: Any, layout: Layout, *given: Any, **kind: Any) -> Any:
         return [
-            self.rank_of(at._replace(pp=pp, dp=dp)) for pp in pp_indices for dp in range(self.dp)
+            replace(group, copies=max(1, group.copies // layout.cp), stride=layout.cp)
+            for group in right(config, layout, *given, **kind)
         ]
 
-    return mock.patch.object(Grid, "holders", wrong)
+    return mock.patch.object(buckets, "_groups", wrong)
 
 
 def norm_counted_once_by_every_rank_of_cp() -> Patch:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, save, whole
 from megapipe.cli import flatten
-from megapipe.config import Config, TrainConfig
-from megapipe.data_config import DataConfig
-from megapipe.lora_config import LoraConfig
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.config import Config, TrainConfig
+from megapipe.config.data import DataConfig
+from megapipe.config.lora import LoraConfig
+from megapipe.config.model import ModelConfig
 
 
 def write_checkpoint(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megapipe.layers import expert_hops
-from megapipe.layers.dispatch import Homeward, TokensGathered, _TokensOut
-from megapipe.layers.expert_fetch import Home
+from megapipe.layers.moe import transfer
+from megapipe.layers.moe.dispatch import Combine
+from megapipe.layers.moe.dispatchers.all_gather import AllGatherDispatch, _Tokens
+from megapipe.layers.moe.dispatchers.fetch import FetchedExpertGrads
 from megapipe.layers.weight_grad import main_grad
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
@@ -25,53 +26,53 @@ HOPS = replace(GATHERED, dp=4, ep=4, dispatch="hierarchical", node=2)
 
 
 def tokens_of_another_rank_taken() -> Patch:
-    take = _TokensOut.take
+    take = _Tokens.wait
 
-    def wrong(self: _TokensOut, number: int) -> Tensor:
+    def wrong(self: _Tokens, number: int) -> Tensor:
         take(self, number)
         moved = self._values.roll(len(self._values) // 2, 0)
         return self._take(moved, self._dispatch.arrival[number])
 
-    return mock.patch.object(_TokensOut, "take", wrong)
+    return mock.patch.object(_Tokens, "wait", wrong)
 
 
 def results_leave_in_the_order_of_experts() -> Patch:
-    return mock.patch.object(TokensGathered, "departure", lambda self, number, rows: rows)
+    return mock.patch.object(AllGatherDispatch, "to_source_order", lambda self, number, rows: rows)
 
 
 def results_of_chunks_come_home_in_reverse() -> Patch:
-    arrived = Homeward.arrived
+    arrived = Combine.wait
 
-    def wrong(self: Homeward) -> Tensor:
+    def wrong(self: Combine) -> Tensor:
         chunks = self._dispatch.plan.chunks
         parts = arrived(self).split([chunk.own.stop - chunk.own.start for chunk in chunks])
         return torch.cat(parts[::-1])
 
-    return mock.patch.object(Homeward, "arrived", wrong)
+    return mock.patch.object(Combine, "wait", wrong)
 
 
 def rows_are_passed_on_in_the_order_of_arrival() -> Patch:
     def wrong(rows: Tensor, blocks: Any) -> Tensor:
         return rows
 
-    return mock.patch.object(expert_hops, "_turned", wrong)
+    return mock.patch.object(transfer, "_permuted", wrong)
 
 
 def gradients_of_fetched_experts_stay() -> Patch:
-    def wrong(self: Home, grad: Tensor, parameter: Parameter) -> None:
-        n, holders = len(main_grad(parameter)), self.holders
-        first = n * (holders.ep.index // holders.etp)
+    def wrong(self: FetchedExpertGrads, grad: Tensor, parameter: Parameter) -> None:
+        n, group = len(main_grad(parameter)), self._group
+        first = n * (group.ep.index // group.etp)
         main_grad(parameter).add_(grad[first : first + n])
 
-    return mock.patch.object(Home, "add", wrong)
+    return mock.patch.object(FetchedExpertGrads, "finish", wrong)
 
 
 def fetched_gradients_in_the_order_of_chunks() -> Patch:
-    def wrong(self: Home, grad: Tensor, parameter: Parameter) -> None:
-        parts = self.holders.ep.size // self.holders.etp
-        self.holders.bring_home(grad.unflatten(0, (parts, -1)), parameter)
+    def wrong(self: FetchedExpertGrads, grad: Tensor, parameter: Parameter) -> None:
+        parts = self._group.ep.size // self._group.etp
+        self._group.reduce_scatter_grads(grad.unflatten(0, (parts, -1)), parameter)
 
-    return mock.patch.object(Home, "add", wrong)
+    return mock.patch.object(FetchedExpertGrads, "finish", wrong)
 
 
 FAULTS: dict[Callable[[], Patch], Case] = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 from megapipe.optim.lr import learning_rate
 from tests.parity import reference
 from tests.parity.by_position import grads_by_position
@@ -217,7 +217,7 @@ def travel_rounding(case: Case, *, experts: bool = False) -> float:
     back: one rounding or three.
     """
     main = "fp64" if case.dtype == "fp64" else "fp32"
-    copies = case.grid.copies(experts=experts)
+    copies = case.grid.copies(over_ep=experts)
     held = has_holders(case) and not case.in_process
     summed = copies > 1 or held if experts else case.replicated
     if case.reduce_dtype in (None, main) or not summed:

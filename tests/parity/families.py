@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
+from megapipe.config.model import ModelConfig
 from megapipe.layers.specs import held_numel
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.family import GPT
 from megapipe.model.interface import Conditions
 from megapipe.model.partition import StageSpec
@@ -20,6 +20,14 @@ def gpt(model: ModelConfig, *, tp: int = 1) -> GPT:
 def token_flops(model: ModelConfig, length: int) -> int:
     """FLOPs of training on one token of sequences of `length`."""
     return GPT(model, Conditions(length, microbatch=1)).token_flops()
+
+
+def kernel_flops(model: ModelConfig, length: int) -> int:
+    """FLOPs of the kernels that train on one token of sequences of `length`: of scores those that a
+    causal mask leaves, with two products forward and five backward."""
+    assert model.head_dim is not None
+    queries = model.layers * model.heads * model.head_dim
+    return token_flops(model, length) - queries * (12 * length - 7 * (length + 1))
 
 
 def shapes_of(model: ModelConfig, stage: StageSpec | None = None) -> dict[str, tuple[int, ...]]:

@@ -26,6 +26,7 @@ from megapipe.layers.lora_specs import Rows
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.specs import ParameterSpec
+from megapipe.layout import buckets
 from megapipe.model.gpt.block import Blocks
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.ops import attention
@@ -33,13 +34,12 @@ from megapipe.optim import buffers
 from megapipe.optim import shard as shards
 from megapipe.optim.departure import Departure
 from megapipe.optim.optimizer import Optimizer
-from megapipe.optim.policy import BucketGroups
 from megapipe.optim.rules.rule import Part, Range, Rule
 from megapipe.optim.shard import Shard
 from megapipe.schedule.ir import Schedule
 from megapipe.testing import World, run_world
-from megapipe.train.feed import Feed
-from megapipe.train.step import TrainStep
+from megapipe.train.feed import Counted, Feed
+from megapipe.train.step.own_totals import StepTotals
 from tests.parity.ranks import Case, Outcome, run_case
 
 Patch = AbstractContextManager[Any]
@@ -65,12 +65,12 @@ def tied_uses_not_added() -> Patch:
 
 def tied_gradient_not_reduced_over_its_holders() -> Patch:
     """Each holder reduces over dp only, as if the other stage's use did not exist."""
-    axes_of = BucketGroups.axes_of
-    return mock.patch.object(
-        BucketGroups,
-        "axes_of",
-        lambda self, _, **kind: axes_of(self, [self.mesh.pp.index], **kind),
-    )
+    groups = buckets._groups
+
+    def wrong(config: Any, layout: Any, rank: int, *_: Any, **kind: bool) -> Any:
+        return groups(config, layout, rank, [rank], **kind)
+
+    return mock.patch.object(buckets, "_groups", wrong)
 
 
 def replicated_parameters_counted_on_every_tp_rank() -> Patch:
@@ -236,14 +236,15 @@ def replicated_stage_has_a_bucket_of_each_holder_s_own() -> Patch:
 
 
 def loss_of_one_holder_of_the_last_stage_only() -> Patch:
-    own_loss = TrainStep.own_loss
+    own_loss = StepTotals.own_loss
 
-    def wrong(self: TrainStep, tokens: int) -> tuple[Tensor, int]:
-        if self.last is not None and self.mesh.pp.index > 0:
-            self.last.loss_sums.clear()
+    def wrong(self: StepTotals, tokens: Counted) -> tuple[Tensor, Counted]:
+        machine = self._machine
+        if machine.last is not None and machine.mesh.pp.index > 0:
+            machine.last.loss_sums.clear()
         return own_loss(self, tokens)
 
-    return mock.patch.object(TrainStep, "own_loss", wrong)
+    return mock.patch.object(StepTotals, "own_loss", wrong)
 
 
 def clipped_by_the_local_norm() -> Patch:

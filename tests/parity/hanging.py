@@ -54,23 +54,25 @@ class Sent:
     def wait(self, timeout=None):
         pass
 
-start = channels._Outgoing._start
-def start_or_lose(self, tensor):
+send = channels._Outgoing.send
+def send_or_lose(self, message, tensor):
     if lost:
         lost.clear()
         self.sent = self.line.count()
         self.under_way.append((Sent(), tensor))
+        self.unacknowledged += 1
     else:
-        start(self, tensor)
-channels._Outgoing._start = start_or_lose
+        send(self, message, tensor)
+channels._Outgoing.send = send_or_lose
 
 run = Executor._run
 def run_or_hang(self, *parts):
     calls = itertools.chain(*(self._parts[self._stepped][part] for part in parts))
-    for index, call in enumerate(calls):
+    for index, (name, _, call) in enumerate(calls):
         due = self.train and self.journal.words[STEP] == fault["step"]
         if here and due and not fault["hook"] and index == fault["action"] % len(self._calls):
             hang()
+        self.journal.does(name)
         call()
 Executor._run = run_or_hang
 

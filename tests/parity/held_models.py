@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.regions import Region
+from megapipe.config.data import DataConfig
+from megapipe.config.model import ModelConfig
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.data_config import DataConfig
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.inference import Model, Source
-from megapipe.model.gpt.config import ModelConfig
 
 BYTES = load_tokenizer("byte")
 

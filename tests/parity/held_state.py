@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.layers.experts import Experts
-from megapipe.layers.moe_specs import bias_name, counts_name
+from megapipe import TrainStep
+from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.specs import bias_name, counts_name
 from megapipe.layers.parameter import LocalParameter, spec_of
-from megapipe.train.step import TrainStep
 from tests.parity.naive_reader import BITS, Array, Global, in_type
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "int64"}
@@ -70,7 +70,7 @@ def _weights(step: TrainStep) -> Iterator[Held]:
 
 def _of_routers(step: TrainStep) -> Iterator[Held]:
     """What routers keep, and by what copies of experts were chosen, which the first rank writes."""
-    beside = chain(step.routing.pieces(), step.maps.pieces())
+    beside = chain(step.routing.tensors(), step.maps.tensors())
     for piece in beside if step.mesh.rank == 0 else ():
         yield _whole(piece.name, piece.tensor, "own")
     layers = [layer for module in step.modules.values() for layer in module.modules()]

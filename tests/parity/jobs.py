@@ -199,6 +199,12 @@ class Job:
             time.sleep(0.1)
         raise AssertionError(f"nobody listens at port {port}:\n{self.text}")
 
+    def await_members(self, port: int, number: int) -> None:
+        """Wait until so many of its processes have a connection to the store at that port."""
+        while sum(is_connected(process.pid, port) for process in self.processes) < number:
+            assert time.monotonic() < self.began + self.limit_s, self.text
+            time.sleep(0.05)
+
     def await_handlers(self) -> None:
         """Wait until all processes heed signals, which is before they import what is slow."""
         while not all(heeds_signals(process.pid) for process in self.processes):
@@ -248,6 +254,21 @@ def heeds_signals(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(status.split("SigCgt:")[1].split()[0], 16)
     return bool(caught >> (signal.SIGUSR1 - 1) & 1)
+
+
+def is_connected(pid: int, port: int) -> bool:
+    """Whether the process has a TCP connection to that port of some host."""
+    proc, inodes = Path(f"/proc/{pid}"), set[str]()
+    for table in ("tcp", "tcp6"):
+        for row in (proc / "net" / table).read_text().splitlines()[1:]:
+            words = row.split()
+            if words[2].endswith(f":{port:04X}") and words[3] == "01":  # established
+                inodes.add(f"socket:[{words[9]}]")
+    for descriptor in (proc / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(descriptor) in inodes:
+                return True
+    return False
 
 
 def run_torchrun(folder: Path, world: int, *args: str) -> Outcome:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import ByteTokenizer
-from megapipe.data_config import DataConfig
 from tests.unit.data.data_cases import TEXTS
 
 ROWS = [{"text": text} for text in TEXTS] + [{"text": None}]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.engine.stage import Stage
-from megapipe.layers.experts import expert_layers
+from megapipe.layers.moe.experts import expert_layers
 
 _STORED = ("data", "main_grad")
 """Of a parameter."""

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.layers.specs import by_name
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
 from tests.parity.dcp_files import save_dcp

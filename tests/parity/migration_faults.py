@@ -7,8 +7,8 @@ from typing import Any
 from unittest import mock
 
 from megapipe.experts.map import ExpertMap
-from megapipe.layers.expert_places import ExpertPlaces
-from megapipe.optim import migration
+from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.optim.moe import migration
 from megapipe.optim.state_store import MASTER
 from megapipe.testing import World
 from tests.parity.cases import Case

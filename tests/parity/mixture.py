@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -11,26 +11,28 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapipe.layers import dispatch, experts, routing
-from megapipe.layers.dispatch import Homeward, RowsTravel
-from megapipe.layers.earlier_slices import EarlierSlices
-from megapipe.layers.expert_fetch import Matrices
-from megapipe.layers.expert_rows import Rows
-from megapipe.layers.expert_tasks import ExpertsTask
-from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe_specs import Routing
+from megapipe.layers.moe import experts, routing
+from megapipe.layers.moe.dispatch import Combine
+from megapipe.layers.moe.dispatchers import all_to_all
+from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatch
+from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.permutation import Rows
+from megapipe.layers.moe.routing import Chosen
+from megapipe.layers.moe.slice_state import EarlierSlices
+from megapipe.layers.moe.specs import Routing
+from megapipe.layers.moe.tasks import ExpertsTask
+from megapipe.layers.moe.token_shards import TokenShards
+from megapipe.layers.moe.weights import ExpertWeights
 from megapipe.layers.parameter import spec_of
-from megapipe.layers.routing import Chosen
-from megapipe.layers.token_shards import TokenShards
 from megapipe.layers.weight_grad import main_grad
-from megapipe.model.gpt.mixture import Mixture
-from megapipe.ops.grouped import each_expert
+from megapipe.layout import buckets
+from megapipe.model.gpt.moe.mixture import Mixture
+from megapipe.ops.moe.grouped import each_expert
 from megapipe.optim.buffers import Bucket
-from megapipe.optim.policy import BucketGroups
 from megapipe.optim.rules import layerwise, muon
 from megapipe.optim.shard import Shard
-from megapipe.train import own_totals
+from megapipe.train import routing as routing_door
 from megapipe.train.feed import Feed
 from tests.parity.cases import Case
 from tests.parity.faults import (
@@ -144,13 +146,14 @@ def counted_again_where_it_is_run_again() -> Patch:
     choice = Experts.choice
 
     def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Chosen:
-        before = mb.loads.pop(self.layer, None)
-        known = mb.choices.pop(self.layer, None)
+        loads, choices = (mb.scratch.by_layer(key) for key in (routing.LOAD, routing.CHOICE))
+        before = loads.pop(self.layer, None)
+        known = choices.pop(self.layer, None)
         found = choice(self, logits, p, mb, *rest)
         if before is not None and self.training:
-            mb.loads[self.layer] = mb.loads[self.layer] + before
+            loads[self.layer] = loads[self.layer] + before
         if known is not None:
-            mb.choices.pop(self.layer, None)
+            choices.pop(self.layer, None)
         return found
 
     return mock.patch.object(Experts, "choice", wrong)
@@ -160,7 +163,7 @@ def another_choice_where_it_is_run_again() -> Patch:
     choice = Experts.choice
 
     def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Chosen:
-        again = self.layer in mb.choices
+        again = self.layer in mb.scratch.by_layer(routing.CHOICE)
         found = choice(self, logits, p, mb, *rest)
         others = (found.experts + 1) % self.routing.experts
         return found._replace(experts=others) if again else found
@@ -181,7 +184,7 @@ def gradient_of_an_expert_overwritten() -> Patch:
 
 def biases_of_experts_not_weighted() -> Patch:
     def wrong(
-        self: Experts, of: Matrices, ends: Sequence[int], inner: Tensor, weight: Tensor
+        self: Experts, of: ExpertWeights, ends: Sequence[int], inner: Tensor, weight: Tensor
     ) -> Tensor:
         return narrow(self, of, ends, inner, torch.ones_like(weight))
 
@@ -212,17 +215,21 @@ def a_gate_that_is_not_trained() -> Patch:
 
 
 def loads_of_one_micro_batch_only() -> Patch:
-    summed = own_totals.summed_loads
+    summed = routing_door.summed_loads
     return mock.patch.object(
-        own_totals, "summed_loads", lambda layers, loads, device: summed(layers, loads[:1], device)
+        routing_door,
+        "summed_loads",
+        lambda layers, loads, device: summed(layers, loads[:1], device),
     )
 
 
 def experts_reduced_over_the_dense_group() -> Patch:
-    axes_of = BucketGroups.axes_of
-    return mock.patch.object(
-        BucketGroups, "axes_of", lambda self, holders, **_: axes_of(self, holders)
-    )
+    groups = buckets._groups
+
+    def wrong(*given: Any, over_ep: bool) -> Any:
+        return groups(*given, over_ep=False)
+
+    return mock.patch.object(buckets, "_groups", wrong)
 
 
 def gradients_of_experts_averaged() -> Patch:
@@ -230,7 +237,7 @@ def gradients_of_experts_averaged() -> Patch:
 
     def wrong(self: Shard) -> None:
         finish(self)
-        if self.bucket.entries[0].spec.experts:
+        if self.bucket.entries[0].spec.over_ep:
             self.grad /= self.bucket.shard.size
 
     return mock.patch.object(Shard, "finish_reduce", wrong)
@@ -241,7 +248,7 @@ def experts_of_other_tp_ranks_left_out_of_the_norm() -> Patch:
 
     def wrong(self: Shard) -> Tensor:
         total = square(self)
-        left_out = self.bucket.entries[0].spec.experts and self.axis.index > 0
+        left_out = self.bucket.entries[0].spec.over_ep and self.axis.index > 0
         return total * 0 if left_out else total
 
     return mock.patch.object(Shard, "own_square", wrong)
@@ -252,7 +259,7 @@ def gradients_of_experts_scaled(factor: float) -> Patch:
 
     def wrong(self: Shard) -> None:
         finish(self)
-        if self.bucket.experts:
+        if self.bucket.over_ep:
             self.grad *= factor
 
     return mock.patch.object(Shard, "finish_reduce", wrong)
@@ -270,7 +277,7 @@ def gradients_of_the_step_before() -> Patch:
     zero = Bucket.zero_grad
 
     def wrong(self: Bucket) -> None:
-        if self.experts:
+        if self.over_ep:
             return
         zero(self)
 
@@ -283,7 +290,7 @@ def gradient_of_an_expert_without_rows_stays() -> Patch:
     zeroed: set[tuple[int, int]] = set()
 
     def lazy(self: Bucket) -> None:
-        if not self.experts:
+        if not self.over_ep:
             zero(self)
         zeroed.clear()
 
@@ -301,20 +308,20 @@ def gradient_of_an_expert_without_rows_stays() -> Patch:
 
 
 def rows_come_back_in_the_order_of_experts() -> Patch:
-    return mock.patch.object(RowsTravel, "departure", lambda self, number, rows: rows)
+    return mock.patch.object(AllToAllDispatch, "to_source_order", lambda self, number, rows: rows)
 
 
 def rows_are_computed_in_the_order_of_ranks() -> Patch:
     def wrong(self: Any, number: int) -> Tensor:
-        return self._trips.pop(number).arrived()
+        return self._transfers.pop(number).wait()
 
-    return mock.patch.object(dispatch._RowsOut, "take", wrong)
+    return mock.patch.object(all_to_all._Rows, "wait", wrong)
 
 
 def gradient_of_the_weights_of_others_lost() -> Patch:
-    give = Homeward.give
+    send = Combine.send
     return mock.patch.object(
-        Homeward, "give", lambda self, x: give(self, x * 0 if x.dim() == 1 else x)
+        Combine, "send", lambda self, x: send(self, x * 0 if x.dim() == 1 else x)
     )
 
 
@@ -329,13 +336,13 @@ def bias_added_by_all_who_share_an_expert() -> Patch:
 
 
 def results_of_one_part_of_an_expert_only() -> Patch:
-    give = Homeward.give
+    send = Combine.send
 
-    def wrong(self: Homeward, rows: Tensor) -> None:
-        _, ep, etp, _ = self._dispatch.plan
-        give(self, rows if ep.index % etp == 0 else rows * 0)
+    def wrong(self: Combine, rows: Tensor) -> None:
+        ep, etp = self._dispatch.plan.dispatcher.ep, self._dispatch.plan.dispatcher.etp
+        send(self, rows if ep.index % etp == 0 else rows * 0)
 
-    return mock.patch.object(Homeward, "give", wrong)
+    return mock.patch.object(Combine, "send", wrong)
 
 
 def router_gradient_of_one_shard_only() -> Patch:
@@ -371,7 +378,7 @@ def places_of_another_rank() -> Patch:
 
 
 def positions_in_the_order_of_ranks() -> Patch:
-    return mock.patch.object(TokenShards, "of", lambda axis, *_: TokenShards(axis))
+    return mock.patch.object(TokenShards, "of", lambda axis, *_, **__: TokenShards(axis))
 
 
 def one_trust_ratio_for_all_experts() -> Patch:

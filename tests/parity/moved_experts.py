@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool_file import write_pools
-from megapipe.layers.experts import Experts
+from megapipe.layers.moe.experts import Experts
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.testing import World
-from megapipe.train import migration
-from megapipe.train.step import TrainStep
+from megapipe.train.moe import migration
 from tests.parity import reference
 from tests.parity.cases import END, SLOW, Case, configure
 from tests.parity.drawn_owners import drawn_map
@@ -66,7 +66,7 @@ def with_policy(
     settings["experts"] |= {"policy": "migrate", "pool": str(path), "replan": every}
     settings["log"]["peak_tflops"] = SLOW
     config = Config.model_validate(settings)
-    return resolve(config, case.world, case.vocab, freed=freed_share)
+    return resolve(config, case.world, case.vocab, measure=BY_UNITS)
 
 
 def begun(mesh: ParallelMesh, case: Case, folder: str, every: int = 1) -> TrainStep:
@@ -75,7 +75,7 @@ def begun(mesh: ParallelMesh, case: Case, folder: str, every: int = 1) -> TrainS
     step = TrainStep(config, layout, mesh, document_end=END)
     params = reference.init_random(config.model, seed=3)
     step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
-    step.routing.load(HeldWeights(params))
+    step.routing.read_weights(HeldWeights(params))
     return step
 
 

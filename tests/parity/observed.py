@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from megapipe.config import Config, LogConfig, RunConfig
+from megapipe.config.config import Config, LogConfig, RunConfig
 from megapipe.observe import StepRecord, ValidationRecord
 
 _RECORD = StepRecord(

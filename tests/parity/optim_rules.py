@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
+from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.layers.parameter import TORCH_DTYPES, LocalParameter, Sharding
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, owned_parameters

@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megapipe.cli import flatten, parse
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.keys import KEYS, MAPPINGS
+from megapipe.config.moe import MoEConfig
+from megapipe.config.strict_yaml import text_of
 from megapipe.errors import MegapipeError
-from megapipe.keys import KEYS, MAPPINGS
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.moe_config import MoEConfig
-from megapipe.strict_yaml import text_of
 
 WORLD = 2
 GIVEN = (
@@ -126,6 +126,8 @@ FORMS = {
     "data.fim_tokens": "[<a>,<b>,<d>]",
     "log.device": "H100",
     "lora.targets": "[mlp.up]",
+    "model.moe.scores": "sigmoid",
+    "model.norm": "rmsnorm",
     "model.options": "{depth: 3}",
     "model.source": "tests.parity.own_models:split",
     "train.batch_ramp": "[4,4,8]",

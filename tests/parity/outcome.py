@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.checkpoint.regions import Region, flat_regions, whole
-from megapipe.layers.experts import Experts
-from megapipe.layers.moe_specs import bias_name, counts_name
+from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.specs import bias_name, counts_name
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.optim.optimizer import Optimizer
-from megapipe.train.step import TrainStep
 from tests.parity.choices import Found
 
 Parts = list[tuple[str, Region, Any]]
@@ -66,7 +66,7 @@ def own_grads(optimizer: Optimizer) -> Iterator[tuple[str, Region, np.ndarray[An
         for entry in shard.bucket.entries:
             a, b = max(entry.start, shard.own_start), min(entry.stop, shard.own_stop)
             mesh, whole_here = optimizer.mesh, not entry.spec.split
-            index = mesh.rank % mesh.grid.etp if entry.spec.experts else mesh.tp.index
+            index = mesh.rank % mesh.grid.etp if entry.spec.over_ep else mesh.tp.index
             if a >= b or (whole_here and index > 0):
                 continue
             flat = shard.grad[shard.local(a, b)]
@@ -90,7 +90,7 @@ def own_values(optimizer: Optimizer) -> dict[str, Parts]:
 
 def kept_by_routers(step: TrainStep) -> Parts:
     """What the first rank answers for."""
-    pieces = step.routing.pieces() if step.mesh.rank == 0 else ()
+    pieces = step.routing.tensors() if step.mesh.rank == 0 else ()
     return [
         (piece.name.partition("/")[2], piece.region, piece.tensor.double().numpy().copy())
         for piece in pieces

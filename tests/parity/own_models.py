@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
 from megapipe.layers import ColumnLinear, Linear, RowLinear
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.modules.units import Source, places
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.testing import World
-from megapipe.train.step import TrainStep
 from tests.parity.cases import Case, batch_of, configure
 from tests.parity.mixture import Told
 from tests.parity.outcome import Outcome, assemble
@@ -123,6 +123,29 @@ class Ignore(nn.Module):
         return self.start.expand(*x.shape[:2], WIDTH).cumsum(1)
 
 
+class Twice(nn.Module):
+    """One matrix before and after a function, added to x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.down.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Scaled(nn.Module):
+    """A layer whose result is scaled."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.inner(x)
+
+
 def squares(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     """A loss: the sum of the unmasked tokens' squared distances from labels."""
     wanted = functional.one_hot(labels, logits.shape[-1]).to(logits.dtype)
@@ -162,6 +185,13 @@ def tied(vocab_size: int, depth: int) -> list[nn.Module]:
     layers = split(vocab_size, depth)
     layers[-1].weight = layers[0].weight
     return layers
+
+
+def shared(vocab_size: int, depth: int) -> list[nn.Module]:
+    """Two parameters that the first and the last layer have, and one that a layer uses twice."""
+    first, last = Scaled(nn.Embedding(vocab_size, WIDTH)), Scaled(nn.Linear(WIDTH, vocab_size))
+    last.inner.weight, last.scale = first.inner.weight, first.scale
+    return [first, *(Twice() for _ in range(depth - 2)), last]
 
 
 def tuples(vocab_size: int, depth: int) -> list[nn.Module]:
@@ -210,7 +240,7 @@ def settle(own: Own) -> tuple[Config, Layout]:
     loss = None if own.loss is None else f"{__name__}:{own.loss}"
     train = config.train.model_copy(update={"loss": loss})
     config = config.model_copy(update={"model": model, "train": train})
-    return resolve(config, own.case.world, own.case.vocab, freed=freed_share)
+    return resolve(config, own.case.world, own.case.vocab, measure=BY_UNITS)
 
 
 def run_own(world: World, all_of_them: Sequence[Own]) -> list[Outcome]:

@@ -9,10 +9,10 @@ from unittest import mock
 
 from torch import Tensor
 
-from megapipe.layers import expert_padding, experts
-from megapipe.layers.dispatch import TokensGathered
-from megapipe.layers.expert_padding import PaddedRows
-from megapipe.layers.expert_rows import Counts
+from megapipe.layers.moe import experts, padding
+from megapipe.layers.moe.dispatchers.all_gather import AllGatherDispatch
+from megapipe.layers.moe.padding import PaddedRows
+from megapipe.layers.moe.permutation import Counts
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
 
@@ -32,12 +32,12 @@ def empty_rows_are_not_masked() -> Patch:
 
 def choices_share_a_place() -> Patch:
     """The later one of each two."""
-    places = expert_padding.places_among
+    places = padding.places_among
 
     def wrong(values: Tensor, size: int) -> Tensor:
         return places(values, size) // 2 * 2
 
-    return mock.patch.object(expert_padding, "places_among", wrong)
+    return mock.patch.object(padding, "places_among", wrong)
 
 
 def there_is_a_place_too_few() -> Patch:
@@ -61,7 +61,7 @@ def dropped_choices_have_the_last_row() -> Patch:
 
 
 def results_leave_in_the_order_of_experts() -> Patch:
-    return mock.patch.object(TokensGathered, "departure", lambda self, number, rows: rows)
+    return mock.patch.object(AllGatherDispatch, "to_source_order", lambda self, number, rows: rows)
 
 
 FAULTS: dict[Callable[[], Patch], Case] = {

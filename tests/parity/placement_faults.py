@@ -11,8 +11,8 @@ from unittest import mock
 from torch import Tensor
 from torch.nn import Parameter
 
-from megapipe.layers.expert_places import ExpertPlaces
-from megapipe.layers.experts import _ExpertsFunction
+from megapipe.layers.moe.experts import _ExpertsFunction
+from megapipe.layers.moe.replicas import ExpertPlaces
 from megapipe.layers.weight_grad import main_grad
 from megapipe.optim.optimizer import Optimizer
 from tests.parity.cases import Case
@@ -100,7 +100,7 @@ def copies_are_counted_in_the_norm() -> Patch:
 
     def wrong(self: Optimizer, loss_scale: float = 1.0) -> Tensor:
         squares = finish(self, loss_scale)
-        for stage, of_stage in self.places.items():
+        for stage, of_stage in self.replicas.items():
             for places in of_stage:
                 squares[stage] += sum(grad.square().sum() for grad in places._grads.values())
         return squares

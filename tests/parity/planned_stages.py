@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from tests.parity import own_models

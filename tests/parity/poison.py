@@ -38,14 +38,14 @@ class Poison(Callback):
         self._watch(run, step._feed, step.optimizer)
         for shard in step.optimizer.shards:
             self._spoil_gradients(shard)
-        own_loss = step.own_loss
+        own_loss = step.totals.own_loss
 
         def spoiled(counted: Any) -> tuple[Tensor, Any]:
             if self._spoils("loss") and step.last is not None:
                 step.last.loss_sums[min(step.last.loss_sums)] *= self.factor
             return own_loss(counted)
 
-        step.own_loss = spoiled  # type: ignore[method-assign]
+        step.totals.own_loss = spoiled  # type: ignore[method-assign]
 
     def _watch(self, run: Run, feed: Any, optimizer: Any) -> None:
         """Have this know which step is computed: data are fetched, then gradients begin at 0."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.schedule.generators import gpipe_on
 from megapipe.schedule.ir import Schedule
 from megapipe.testing import World
-from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.cases import END, Case, Rows, configure, validation_rows, validation_samples
 from tests.parity.cases import LR as LR
@@ -46,7 +46,7 @@ def run_case(world: World, case: Case, *, validate: bool = True, device: str = "
     step = TrainStep(config, layout, mesh, schedule=swapped, document_end=END)
     params = reference.init_random(config.model, seed=3, lora=config.lora)
     step.optimizer.set_weights(lambda spec, out: take_region(params[spec.name], spec, out))
-    step.routing.load(HeldWeights(params))
+    step.routing.read_weights(HeldWeights(params))
     return train(step, case, validate=validate)
 
 

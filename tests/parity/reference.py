@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megapipe.lora_config import LoraConfig
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.lora import LoraConfig
+from megapipe.config.model import ModelConfig
 from tests.parity.compare import assert_error_like as assert_error_like
 from tests.parity.compare import assert_grads_close as assert_grads_close
 from tests.parity.compare import assert_weights_close as assert_weights_close

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 
 
 def slope(head: int, heads: int) -> float:

@@ -12,6 +12,7 @@ from unittest import mock
 
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.regions import Region
 from megapipe.checkpoint.writer import Piece
@@ -21,7 +22,6 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.shard import Shard
 from megapipe.testing import World
 from megapipe.train import checkpoint_io
-from megapipe.train.step import TrainStep
 from tests.parity.held_state import Held, held
 from tests.parity.ranks import STEPS, Case, Rows, configure
 

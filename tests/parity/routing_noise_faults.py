@@ -11,12 +11,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapipe.layers import routing
-from megapipe.layers.expert_tasks import RouterTask
-from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.routing_noise import TokenNoise
-from megapipe.layers.token_shards import TokenShards
+from megapipe.layers.moe import routing
+from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.routing_noise import TokenNoise
+from megapipe.layers.moe.tasks import RouterTask
+from megapipe.layers.moe.token_shards import TokenShards
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
 
@@ -46,7 +46,12 @@ def the_same_noise_in_every_layer() -> Patch:
 
 
 def other_noise_where_it_is_run_again() -> Patch:
-    return _of(lambda mb, layer: (replace(mb, seed=mb.seed + (layer in mb.choices)), layer))
+    return _of(
+        lambda mb, layer: (
+            replace(mb, seed=mb.seed + (layer in mb.scratch.by_layer(routing.CHOICE))),
+            layer,
+        )
+    )
 
 
 def noise_by_positions_of_the_rank_s_own() -> Patch:

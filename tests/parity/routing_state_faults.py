@@ -12,16 +12,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapipe.layers import routing
-from megapipe.layers.experts import Experts
+from megapipe import TrainStep
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe_specs import Routing
-from megapipe.layers.routing import Chosen
-from megapipe.layers.token_shards import TokenShards
-from megapipe.train import own_totals, routing_state
-from megapipe.train.routing import by_layer
-from megapipe.train.routing_state import RoutingState
-from megapipe.train.step import TrainStep
+from megapipe.layers.moe import routing
+from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.routing import Chosen
+from megapipe.layers.moe.specs import Routing
+from megapipe.layers.moe.token_shards import TokenShards
+from megapipe.train import routing as routing_door
+from megapipe.train.moe import routing_state
+from megapipe.train.moe.routing import by_layer
+from megapipe.train.moe.routing_state import RoutingState
+from megapipe.train.step.own_totals import StepTotals
 from megapipe.train.totals import Totals
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
@@ -63,7 +65,7 @@ def biases_moved_by_each_micro_batch() -> Patch:
 
     @contextmanager
     def patches() -> Iterator[None]:
-        summed, move = own_totals.summed_loads, RoutingState.move
+        summed, move = routing_door.summed_loads, RoutingState.move
         told: list[list[float]] = []
 
         def spy(layers: Any, loads: Sequence[Any], device: Any) -> list[Tensor]:
@@ -75,7 +77,7 @@ def biases_moved_by_each_micro_batch() -> Patch:
                 move(self, each)
 
         with (
-            mock.patch.object(own_totals, "summed_loads", spy),
+            mock.patch.object(routing_door, "summed_loads", spy),
             mock.patch.object(RoutingState, "move", wrong),
         ):
             yield
@@ -104,16 +106,16 @@ def biases_by_the_choices_of_one_replica() -> Patch:
 
     @contextmanager
     def patches() -> Iterator[None]:
-        own, move = TrainStep.own_totals, RoutingState.move
+        own, move = StepTotals.own, RoutingState.move
         told: list[float] = []
 
-        def spy(self: TrainStep, *args: Any) -> Totals:
+        def spy(self: StepTotals, *args: Any) -> Totals:
             totals = own(self, *args)
             told[:] = totals.routing
             return totals
 
         with (
-            mock.patch.object(TrainStep, "own_totals", spy),
+            mock.patch.object(StepTotals, "own", spy),
             mock.patch.object(RoutingState, "move", lambda self, _: move(self, told)),
         ):
             yield

@@ -32,11 +32,11 @@ def clock():
     return time.thread_time() + slept + waited
 
 wait = Line.wait
-def counted_wait(self, exchange, call):
+def counted_wait(self, exchange, call, *given, **named):
     def counted():
         global waited
         began, used = time.perf_counter(), time.thread_time()
-        result = call()
+        result = call(*given, **named)
         waited += time.perf_counter() - began - (time.thread_time() - used)
         return result
     return wait(self, exchange, counted)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Stage
-from megapipe.layers.experts import Experts
 from megapipe.layers.lora_specs import Lora
+from megapipe.layers.moe.experts import Experts
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
 from megapipe.layers.policy import Span
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.ops.compiler import Compiler

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 from tests.parity import plain_rules, reference
 from tests.parity.reference import Batch, Noise, Params
 

@@ -28,9 +28,10 @@ from megapipe.schedule.ir import Op, Read
 from megapipe.schedule.streams import policies
 from megapipe.schedule.streams.policies import Lists, Policy
 from megapipe.schedule.streams.stream import Stream, mean_staleness, moved_back
-from megapipe.train import make_optimizer, streaming
+from megapipe.train.async_training import streaming
+from megapipe.train.async_training.streaming import Streaming
 from megapipe.train.feed import Rows
-from megapipe.train.streaming import Streaming
+from megapipe.train.step import make_optimizer
 from megapipe.train.update import StepResult, Update
 
 Patch = AbstractContextManager[Any]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.layers.parameter import spec_of
 from megapipe.optim.lr import learning_rate
 from megapipe.testing import World
-from megapipe.train.step import TrainStep
 from tests.parity import reference, stale
 from tests.parity.cases import (
     END,

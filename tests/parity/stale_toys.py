@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megapipe.config import Config
+from megapipe import TrainStep
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.resolve import resolve
 from megapipe.schedule.streams.load import load_stream
 from megapipe.testing import World
-from megapipe.train.step import TrainStep
 
 
 class Weight(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from megapipe.checkpoint import Checkpoint
 from megapipe.checkpoint.storage import Place
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import MegapipeError
@@ -102,7 +102,7 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(config, world.size, tokenizer.vocab_size)
     mesh = world.mesh(
-        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.of_experts, layout.node)
+        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.ep_sizes, layout.node)
     )
     outcome: dict[str, Any] = {"error": None, "validation": math.nan}
     witness = Witness(this, outcome)
@@ -204,7 +204,7 @@ def save_as_loaded(world: World, settings: Mapping[str, str], source: str, targe
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(parse(arguments(given)).config, world.size, tokenizer.vocab_size)
     mesh = world.mesh(
-        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.of_experts, layout.node)
+        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.ep_sizes, layout.node)
     )
     with StopRequest() as stop:
         trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)

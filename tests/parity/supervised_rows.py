@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from megapipe.config.data import DataConfig
 from megapipe.data.supervised import Examples, prepare_examples
 from megapipe.data.tokenizer import ByteTokenizer
-from megapipe.data_config import DataConfig
 from tests.parity.chats import conversation
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.data_config import DataConfig
+from megapipe.config.data import DataConfig
 from tests.unit.data.data_cases import TEXTS, train_bpe
 
 

@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, new_parameter
@@ -28,6 +27,7 @@ from megapipe.model.interface import (
     main_tensor,
 )
 from megapipe.model.partition import StageSpec
+from megapipe.util.dtypes import Dtype
 
 
 @dataclass(frozen=True)

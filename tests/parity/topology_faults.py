@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly import sharding
-from megapipe.layers import experts, routing
+from megapipe.layers.moe import experts, routing
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
 

@@ -315,3 +315,87 @@ def test_a_row_of_peers_that_do_not_train_alike_is_void(
             assert found[0]["met"] is False
         assert ("void" in capsys.readouterr().out) is void
     assert peers.difference(2.0, 2.5) == peers.difference(2.0, 1.5) == 0.25
+
+
+def row(claim: str, value: float | None, *, at_least: bool = False) -> dict[str, Any]:
+    return {
+        "claim": claim,
+        "value": value,
+        "target": 1.0,
+        "unit": "x",
+        "peer": "p",
+        "met": True,
+        "at_least": at_least,
+    }
+
+
+def test_a_row_that_is_worse_by_a_tenth_is_told_with_its_commit(load: Callable[[str], Any]) -> None:
+    every = load("all")
+    before = [
+        row("time", 1.0),
+        row("rate", 2.0, at_least=True),
+        row("gone", 3.0),
+        row("zero", 0.0),
+        row("lost", 1.0),
+        row("never", None),
+    ]
+    kept = {"commit": "abc", "date": "2026-11-01", "results": before}
+    same = [row("time", 1.1), row("rate", 1.8, at_least=True), row("new", 9.0), row("zero", 0.0)]
+    assert list(every.fallen([*same, row("never", None)], kept)) == []
+    worse = [
+        row("time", 1.11),
+        row("rate", 1.79, at_least=True),
+        row("zero", 0.01),
+        row("lost", None),
+    ]
+    assert list(every.fallen(worse, kept)) == [
+        "time: 1.11 x, was 1 at abc (2026-11-01)",
+        "rate: 1.79 x, was 2 at abc (2026-11-01)",
+        "zero: 0.01 x, was 0 at abc (2026-11-01)",
+        "lost: none x, was 1 at abc (2026-11-01)",
+    ]
+
+
+def test_benchmarks_are_run_kept_compared_and_written(
+    load: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    every = load("all")
+    monkeypatch.setattr(every, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(every, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(every, "measure", lambda name, quick: measured[name])
+    every.PAGE.write_text(f"before\n{every.BEGIN}old\n{every.END}after\n")
+    about: dict[str, Any] = {"commit": "abc", "date": "2026-11-01", "machine": "2 cores"}
+    loads = iter([0.5, 0.5, 0.5, 2.5])
+    monkeypatch.setattr(every, "quiet", lambda most: next(loads))
+    about["versions"] = {"torch": "2.13.0"}
+    monkeypatch.setattr(every, "circumstances", lambda: about)
+    measured = {"step": [row("time", 1.0)], "zero": None}
+    assert every.main(["step"]) == 0
+    assert every.main(["zero"]) == 1, "it has failed"
+    assert every.main(["--write"]) == 0
+    found = every.PAGE.read_text()
+    assert found.startswith("before\n<!--")
+    assert found.endswith("-->\nafter\n")
+    assert "old" not in found
+    assert "| `benchmarks/step.py` | time | 1 x | at most 1 | p |" in found
+    assert "`step.py` was measured at abc, 2026-11-01, 2 cores, load 0.5; torch 2.13.0." in found
+    measured["step"] = [row("time", 2.0)]
+    assert every.main(["step", "--since", "--json", str(tmp_path / "all.json")]) == 1
+    assert "worse: time: 2 x, was 1 at abc" in capsys.readouterr().out
+    assert json.loads((tmp_path / "all.json").read_text()) == measured["step"]
+    assert every.read("step")["results"][0]["value"] == 1.0, "--since keeps nothing"
+    assert every.main(["step"]) == 1
+    assert "not measured, load above 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        every.main(["stepp"])
+
+
+def test_the_table_of_the_page_is_what_is_kept(load: Callable[[str], Any]) -> None:
+    every = load("all")
+    text = every.PAGE.read_text(encoding="utf-8")
+    assert every.page(text) == text, "run benchmarks/all.py --write"
+    listed = {*every.NAMES} | {path.stem for path in BENCHMARKS if path.stem.startswith("gpu_")}
+    assert listed == {path.stem for path in BENCHMARKS}

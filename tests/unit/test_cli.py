@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe import cli, errors
-from megapipe.config import Config
-from megapipe.data_config import DataConfig, MixtureSource
+from megapipe.config.config import Config
+from megapipe.config.data import DataConfig, MixtureSource
+from megapipe.config.help import _about, help_text
+from megapipe.config.keys import KEYS, SECTIONS, expected
+from megapipe.config.model import ModelConfig
+from megapipe.config.section import documentation
 from megapipe.errors import ConfigError
-from megapipe.help import _about, help_text
-from megapipe.keys import KEYS, SECTIONS, expected
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.section import documentation
 
 
 def message(*argv: str) -> str:

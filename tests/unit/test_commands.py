@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megapipe import cli, console, presets
+from megapipe import cli, console
 from megapipe.command_line import Parser, load_torch, phase, run_command
+from megapipe.config import presets
 from megapipe.errors import LaunchError
 from megapipe.launch import doctor
 from megapipe.launch.launcher import launch

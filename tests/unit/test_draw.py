@@ -18,7 +18,7 @@ class Item:
 
 
 ITEMS = [Item(f"item {i}", 1 + i % 3) for i in range(30)]
-SEEDS = [f"tree {i}" for i in range(40)]
+SEEDS = [f"tree {i}" for i in range(80)]
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli import parse
+from megapipe.config.keys import KEYS, SECTIONS, field_of
 from megapipe.errors import ConfigError
-from megapipe.keys import KEYS, SECTIONS, field_of
 from megapipe.schedule.generators import aliases, names
 from tests.parity.pages import BLOCK, DOCS, commands, wrong_files
 

@@ -7,12 +7,28 @@ import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from megapipe.console import COMMANDS, LOAD_TORCH
 from tests.parity.package_files import ADAPTERS, FILES, KERNELS, OPTIONAL, PACKAGE, inside
 
-MOST_LINES = 500
+MOST = 20
+"""Files of the package that a file may import."""
+ROOTS = {
+    "megapipe.layout.resolve",
+    "megapipe.model.gpt.family",
+    "megapipe.model.gpt.stage",
+    "megapipe.plan.report",
+    "megapipe.plan.run",
+    "megapipe.schedule.generators",
+    "megapipe.train.async_training.streaming",
+    "megapipe.train.moe.expert_maps",
+    "megapipe.train.job",
+    "megapipe.train.train_step",
+    "megapipe.train.trainer",
+}
+"""Files that put parts together, and import more. The list may only get shorter."""
 
 FLOORS = (
     "completion",
@@ -30,18 +46,6 @@ FLOORS = (
     "layout",
     "data",
     "cli",
-    "help",
-    "keys",
-    "config",
-    "checkpoint_config",
-    "context_config",
-    "data_config",
-    "experts_config",
-    "lora_config",
-    "numbers_config",
-    "parallel_config",
-    "pipeline_config",
-    "batch_ramp",
     "engine",
     "model",
     "layers",
@@ -53,29 +57,13 @@ FLOORS = (
     "schedule",
     "context",
     "experts",
-    "presets",
-    "foreign",
-    "megatron_flags",
-    "unused_keys",
-    "strict_yaml",
-    "section",
-    "update_rules",
-    "user_code",
-    "dtypes",
+    "config",
     "watch",
     "command_line",
-    "retries",
-    "heartbeat",
-    "answers",
-    "lived",
-    "processes",
-    "urls",
-    "finite",
-    "left_out",
-    "paths",
-    "beneath",
+    "util",
     "errors",
     "words",
+    "version",
 )
 """Folders and single files of the package, the highest first: imports go down."""
 
@@ -159,7 +147,7 @@ def imports_of_files() -> Mapping[str, Imports]:
 EXAMPLE = """
 import torch.distributed as dist
 from torch import distributed
-from megapipe.train import step
+from megapipe.train import train_step
 from megapipe.errors import ConfigError
 if TYPE_CHECKING:
     import wandb
@@ -177,7 +165,7 @@ def f():
 
 def test_the_reading_of_imports() -> None:
     tree = ast.parse(EXAMPLE)
-    early = ["torch.distributed"] * 2 + ["megapipe.train.step", "megapipe.errors"]
+    early = ["torch.distributed"] * 2 + ["megapipe.train.train_step", "megapipe.errors"]
     late = ["datasets", "apex", "transformers"]
     assert list(on_import(tree)) == early + late
     assert sorted(imports(tree)) == sorted(
@@ -211,8 +199,10 @@ def test_imports_between_rooms_go_down() -> None:
 def test_one_upward_import_is_noticed() -> None:
     down = "from megapipe.layers import linear\nfrom megapipe.engine.stage import Stage\n"
     assert upward("megapipe.engine.pipeline", imports(ast.parse(down))) == []
-    up = down + "def f():\n    from megapipe.train.step import TrainStep\n"
-    assert upward("megapipe.engine.pipeline", imports(ast.parse(up))) == ["megapipe.train.step"]
+    up = down + "def f():\n    from megapipe.train.train_step import TrainStep\n"
+    assert upward("megapipe.engine.pipeline", imports(ast.parse(up))) == [
+        "megapipe.train.train_step"
+    ]
     assert upward("megapipe.schedule.ir", ["numpy", "megapipe.errors", "megapipe.plan.pace"]) == [
         "megapipe.plan.pace"
     ]
@@ -291,11 +281,40 @@ def test_no_test_file_imports_from_another() -> None:
     assert seen
 
 
-def test_files_are_short_enough_to_read_in_one_sitting() -> None:
-    lengths = {
-        name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()
+def module_of(name: str) -> str:
+    return name.removesuffix(".__init__")
+
+
+@functools.cache
+def imported_files() -> Mapping[str, frozenset[str]]:
+    """The files that each file imports, in functions and for types too."""
+    names = {module_of(name) for name in FILES}
+    return {
+        module_of(name): (frozenset(map(module_of, found.anywhere)) & names) - {module_of(name)}
+        for name, found in imports_of_files().items()
     }
-    assert max(lengths.values()) <= MOST_LINES, max(lengths, key=lambda name: lengths[name])
+
+
+def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Some nodes that lead from one to the next and back to the first; empty if there are none."""
+    sorter = TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_file_stands_on_itself() -> None:
+    """Nor through others: not by an import in a function, and not by one for types."""
+    assert not circle(imported_files())
+    assert circle({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"]})
+
+
+def test_files_import_few_others_but_for_those_that_put_the_parts_together() -> None:
+    many = {name: len(found) for name, found in imported_files().items() if len(found) > MOST}
+    assert many.keys() <= ROOTS, "a file that knows so much is cut, or its parts get a room"
+    assert many.keys() >= ROOTS, "this list may only get shorter: take these out"
 
 
 def test_docstrings_say_what_things_are_or_do() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 from tests.parity.by_position import grads_by_position
 from tests.parity.cases import END, Case, batch_of, configure
 from tests.parity.compare import assert_within

@@ -13,23 +13,29 @@ import pytest
 
 import megapipe
 from megapipe import cli
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.keys import CODE, KEYS, MAPPINGS
+from megapipe.config.model import ModelConfig
+from megapipe.config.section import documentation
 from megapipe.errors import ConfigError
-from megapipe.keys import CODE, KEYS, MAPPINGS
 from megapipe.layout.family import make_family
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.interface import Conditions
 from megapipe.plan import commands as of_contexts
 from megapipe.schedule import commands as of_schedules
-from megapipe.section import documentation
 from megapipe.train import objects
 from megapipe.train.main import train
-from megapipe.user_code import ENVIRONMENT, UserCode, is_user_code
+from megapipe.util.user_code import ENVIRONMENT, UserCode, is_user_code
 
 SOURCES = ("data.source", "data.mixture.a.source", "data.validation.held", "data.test.held")
 NAMING = (*CODE, *SOURCES)
-NEEDED = {"data.mixture.a.source": ["data.mixture.b.source=x"], "context.plan": ["parallel.cp=2"]}
+EXPERTS = ["model.moe.experts=4"]
+NEEDED = {
+    "data.mixture.a.source": ["data.mixture.b.source=x"],
+    "context.plan": ["parallel.cp=2"],
+    "model.moe.scores": EXPERTS,
+    "experts.dispatch": [*EXPERTS, "parallel.dp=2", "parallel.ep=2"],
+}
 DOCS = Path(megapipe.__file__).parents[1] / "docs/extending.md"
 
 

@@ -18,19 +18,19 @@ import torch
 from megapipe.checkpoint.durable import foreign
 from megapipe.cli import from_mapping, parse
 from megapipe.command_line import Parser, run_command
+from megapipe.config.data import DataConfig
 from megapipe.console import COMMANDS
 from megapipe.data.prepare import prepare
 from megapipe.data.remote import fetched
 from megapipe.data.tokenizer import ByteTokenizer
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
 from megapipe.layout.resolve import resolve
-from megapipe.left_out import LeftOut
 from megapipe.train import run_folder
-from megapipe.train.changes import Changes
 from megapipe.train.main import train
 from megapipe.train.opening import opening
+from megapipe.train.resume.changes import Changes
 from megapipe.train.source import Source
+from megapipe.util.left_out import LeftOut
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapipe import TrainStep
 from megapipe.distributed.collectives import all_gather, all_reduce
 from megapipe.distributed.mesh import Grid
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.memory import model_memory
 from megapipe.plan.units import Units
-from megapipe.train.step import TrainStep
 from tests.parity.group_order import check_all_are_made, groups_made
 from tests.parity.marks import in_parts, one_of
 

@@ -42,7 +42,7 @@ EXCEPTIONS = {
     ("convert/dcp/metadata.py", "import pickle"),
     ("convert/pickles.py", "import pickle"),
     # names of the user's, unless run.own_code refuses them; packages and modules of fixed lists
-    ("user_code.py", "importlib.import_module"),
+    ("util/user_code.py", "importlib.import_module"),
     ("ops/probe.py", "importlib.import_module"),
     ("console.py", "import_module"),
     ("completion.py", "import_module"),
@@ -55,7 +55,7 @@ EXCEPTIONS = {
     ("convert/pickles.py", "torch.load"),
     ("convert/pickles.py", "torch.load(weights_only=...)"),
     # with yaml.BaseLoader, which makes text, lists and mappings alone
-    ("foreign.py", "yaml.load"),
+    ("config/foreign.py", "yaml.load"),
 }
 """(file, finding) that are there for a reason."""
 

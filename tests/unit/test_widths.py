@@ -11,8 +11,8 @@ import pytest
 
 from megapipe import console
 from megapipe.command_line import Parser, subcommands
-from megapipe.help import help_text
-from megapipe.keys import KEYS, SECTIONS
+from megapipe.config.help import help_text
+from megapipe.config.keys import KEYS, SECTIONS
 from megapipe.schedule.commands import main as schedule
 
 WIDTH = 80

@@ -12,7 +12,7 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.run_lock import RunLock
 from megapipe.checkpoint.storage import Place, at, place_of
 from megapipe.errors import CheckpointError
-from megapipe.paths import is_folder
+from megapipe.util.paths import is_folder
 
 A_RUN = "a run folder, or the folder or URL of its checkpoints"
 MOST_OF_POINTER = 1024

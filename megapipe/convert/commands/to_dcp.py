@@ -13,7 +13,7 @@ from megapipe.checkpoint.commands.arguments import place
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.command_line import Parser
 from megapipe.convert.commands.arguments import add_model_type, be_quiet, tell
-from megapipe.dtypes import Dtype
+from megapipe.util.dtypes import Dtype
 
 PURPOSE = "a checkpoint to a folder of torch.distributed.checkpoint"
 

@@ -20,7 +20,7 @@ from megapipe.convert.commands.arguments import (
     tell,
 )
 from megapipe.convert.export import NO_TOKENIZER, export
-from megapipe.dtypes import Dtype
+from megapipe.util.dtypes import Dtype
 
 PURPOSE = "a checkpoint to a folder that AutoModelForCausalLM and AutoTokenizer load"
 

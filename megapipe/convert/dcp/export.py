@@ -21,12 +21,11 @@ from megapipe.convert.describe import as_configuration
 from megapipe.convert.export import Weights, class_of_run, write_config
 from megapipe.convert.fresh import fresh_folder
 from megapipe.convert.source import KIND
-from megapipe.dtypes import Dtype
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.hf.config import has_class
 from megapipe.model.gpt.hf.weights import Entry
-from megapipe.model.gpt.moe import buffers
-from megapipe.model.gpt.parameters import WORD_EMBEDDING
+from megapipe.model.gpt.parameters import WORD_EMBEDDING, buffers
+from megapipe.util.dtypes import Dtype
 
 Names = Literal["hf", "megapipe"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megapipe.cli import parse
+from megapipe.config.model import ModelConfig
 from megapipe.convert.dcp.files import DcpFiles
 from megapipe.convert.dcp.titan import TitanTensors, is_titan
 from megapipe.convert.folder import HuggingFaceFolder, read_model
@@ -14,11 +15,9 @@ from megapipe.convert.source import CONFIG, KIND, Source
 from megapipe.convert.tensor_files import StoredTensors, widest
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.specs import by_name
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import TABLE
-from megapipe.model.gpt.moe import buffers
-from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
+from megapipe.model.gpt.parameters import WORD_EMBEDDING, buffers, known, stage_parameters
 from megapipe.model.partition import StageSpec
 
 CONFIGURATION = "config.yaml"

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.config import ModelConfig
 
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rotary"}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.convert.megatron.arguments import model_of_args
 from megapipe.convert.megatron.distributed import DistributedShards
 from megapipe.convert.megatron.layout import FORMAT, find_iteration
@@ -18,7 +19,6 @@ from megapipe.convert.source import KIND
 from megapipe.convert.tensor_files import widest
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.specs import ParameterSpec, by_name
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
 from megapipe.model.partition import StageSpec
 

@@ -11,7 +11,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = "metadata.json"
 """A file that an iteration of the distributed format has."""
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
-"""A folder that one of the older format has for each rank: tensor-, pipeline-, expert-parallel."""
+"""A folder that one of the older format has for each rank: of tp, pp and ep."""
 _RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 

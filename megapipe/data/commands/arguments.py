@@ -3,18 +3,19 @@
 import argparse
 import typing
 from functools import partial
+from types import SimpleNamespace
 
 from pydantic import ValidationError
 
 from megapipe.command_line import Parser, suggest
+from megapipe.config.data import DataConfig
+from megapipe.config.keys import expected, few_values
+from megapipe.config.section import documentation
+from megapipe.config.unused_keys import check_effects, refuse_unused
 from megapipe.data.given import is_given
 from megapipe.data.row_keys import check_fields, unread_keys
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
-from megapipe.keys import expected, few_values
-from megapipe.section import documentation
-from megapipe.unused_keys import refuse_unused
-from megapipe.user_code import is_source
+from megapipe.util.user_code import is_source
 
 OF_A_CORPUS = ("source", "subset", "dataset_split", "text_field", "workers")
 
@@ -54,6 +55,7 @@ def data_config(given: argparse.Namespace) -> DataConfig:
             f"--source {config.source}: a token file has token ids already, and there is nothing "
             "to prepare; inspect, verify, merge and split are for such files"
         )
+    check_effects(SimpleNamespace(data=config), "data")
     check_fields(config)
     what, unread = unread_keys(config.source, config.dataset_split)
     refuse_unused("data", config, unread, f"with data.source={config.source}, which is {what}", "")

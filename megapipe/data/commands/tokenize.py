@@ -14,17 +14,18 @@ import time
 from pathlib import Path
 
 from megapipe.command_line import Parser
+from megapipe.config.data import EXAMPLES, DataConfig
+from megapipe.config.section import keys_with
 from megapipe.data.commands.arguments import OF_A_CORPUS, add_keys, data_config
 from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.prepare import prepare
 from megapipe.data.prepare.file import prepare_file
 from megapipe.data.prepare.sizes import Sizes
 from megapipe.data.remote import fetched
-from megapipe.data.row_keys import OF_EXAMPLES, no_rows
+from megapipe.data.row_keys import no_rows
 from megapipe.data.supervised import prepare_examples
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens.format import without_suffix
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 from megapipe.words import print_folded
 
@@ -35,7 +36,7 @@ PURPOSE = "a corpus to token ids"
 def add(parser: Parser) -> None:
     add_keys(parser, *OF_A_CORPUS, "tokenizer")
     parser.add_argument("--output", type=Path, metavar="PREFIX", help="write PREFIX.bin and .idx")
-    add_keys(parser, "cache", "validation_fraction", "samples", *OF_EXAMPLES)
+    add_keys(parser, "cache", "validation_fraction", "samples", *keys_with(DataConfig, EXAMPLES))
 
 
 def run(given: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megapipe.command_line import Parser, phase
+from megapipe.config.data import DataConfig
 from megapipe.data.commands.arguments import add_keys, data_config
 from megapipe.data.corpus import pieces
 from megapipe.data.corpus.row_count import RowCount
@@ -17,9 +18,8 @@ from megapipe.data.prepare.copies import check_contents
 from megapipe.data.prepare.progress import Meter, meter
 from megapipe.data.remote import fetched
 from megapipe.data.tokenizer.hugging_face import END_TOKENS
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
-from megapipe.paths import exists
+from megapipe.util.paths import exists
 
 PURPOSE = "a corpus to a tokenizer of its own"
 _BYTES = 256

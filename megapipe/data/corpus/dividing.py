@@ -13,12 +13,12 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus import files, json_rows, tables
 from megapipe.data.corpus.compressed import inner_suffix, is_compressed, opened
 from megapipe.data.corpus.cutting import Piece, cut, decoded
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.corpus.rows import Rows, TextRows
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
 PART = 2**23

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus.compressed import SUFFIXES as COMPRESSED
 from megapipe.data.corpus.compressed import inner_suffix
 from megapipe.data.hub import is_hub_name
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
-from megapipe.paths import user_path
+from megapipe.util.paths import user_path
 
 LINES = (".jsonl", ".ndjson")
 """Suffixes of files with a JSON object in each line."""

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.corpus.rows import Rows
 from megapipe.data.hub import check_reachable
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
-from megapipe.paths import exists, user_path
+from megapipe.util.paths import exists, user_path
 from megapipe.words import one_line
 
 _ROWS = 256

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from megapipe.config.data import DataConfig
+from megapipe.config.section import Section
 from megapipe.data.corpus import Rows, identity
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.dataset import SPLITS, Split, Stream
@@ -25,9 +27,7 @@ from megapipe.data.stored import crc_of, write_checksums
 from megapipe.data.tokenizer import Encoder
 from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import bin_of, idx_of
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
-from megapipe.section import Section
 
 _FORMAT = 2
 """Raised when the same corpus would come out as other token files."""

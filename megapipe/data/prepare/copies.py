@@ -13,11 +13,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from megapipe.config.section import Section
 from megapipe.data.prepare.progress import meter
 from megapipe.data.prepare.workers import cores
 from megapipe.errors import DataError
-from megapipe.paths import user_path
-from megapipe.section import Section
+from megapipe.util.paths import user_path
 
 FILES, MANIFEST = "files", "manifest.json"
 AT_ONCE = 2**22

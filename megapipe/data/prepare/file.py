@@ -5,6 +5,8 @@ import json
 import shutil
 from pathlib import Path
 
+from megapipe.config.data import DataConfig
+from megapipe.config.section import Section
 from megapipe.data.corpus import identity
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare.copies import check_contents
@@ -16,9 +18,7 @@ from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
 from megapipe.data.tokens.fresh import give_name, refuse_existing
 from megapipe.data.tokens.join import join
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
-from megapipe.section import Section
 
 
 class Made(Section):

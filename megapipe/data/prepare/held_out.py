@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus import Piece, is_one_text, pieces
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.order import splitmix64
@@ -20,7 +21,6 @@ from megapipe.data.prepare.sizes import Sizes, sizes_of
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.data.tokens.join import Choice, join
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
 

@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from megapipe import heartbeat
-from megapipe.heartbeat import attempts, beating
+from megapipe.util import heartbeat
+from megapipe.util.heartbeat import attempts, beating
 from megapipe.words import counted
 
 MAKER = "maker"

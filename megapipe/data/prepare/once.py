@@ -1,9 +1,9 @@
 """A folder that several processes need, and one of them makes.
 
 The process that makes ``corpus``, its maker, works in ``.corpus.1`` beside it, which it owns
-(:mod:`megapipe.heartbeat`). When the folder is complete, a rename gives it its name. Until then
-other processes wait and look whether the maker is alive. A process that finds it gone makes the
-folder anew in ``.corpus.2``.
+(:mod:`megapipe.util.heartbeat`). When the folder is complete, a rename gives it its name. Until
+then other processes wait and look whether the maker is alive. A process that finds it gone makes
+the folder anew in ``.corpus.2``.
 
 A wrong judgement does no harm: a maker that was only suspended goes on in its own folder, the first
 to finish wins, and both make the same. What is left under other names by makers that are gone is
@@ -16,9 +16,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megapipe import heartbeat
 from megapipe.data.prepare.leftovers import MAKER, remove_leftovers
-from megapipe.heartbeat import attempts, beating
+from megapipe.util import heartbeat
+from megapipe.util.heartbeat import attempts, beating
 
 
 def make_once(

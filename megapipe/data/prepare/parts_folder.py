@@ -8,15 +8,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.beneath import refuse_links
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus import Part, Rows, parts, total_bytes
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare.encode import Summary, prefix_of
 from megapipe.data.prepare.progress import meter
 from megapipe.data.prepare.workers import encode_all
 from megapipe.data.tokenizer import Encoder
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
+from megapipe.util.beneath import refuse_links
 
 
 class Whole(NamedTuple):

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from megapipe.config.section import Section
 from megapipe.data.tokens import TokenFile
-from megapipe.section import Section
 
 
 class Sizes(Section):

@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from megapipe.config.data import DataConfig
 from megapipe.data.dataset import Split, Stream
 from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.supervised.markup import encode
 from megapipe.data.supervised.rows import ExampleRows
 from megapipe.data.supervised.turns import Template
 from megapipe.data.tokenizer import Chat, TokenIds, Tokenizer
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
-from megapipe.paths import user_path
+from megapipe.util.paths import user_path
 
 _FORMAT = 1
 """Raised when the same examples would come out as other tokens."""

@@ -10,7 +10,7 @@ from megapipe.data.tokenizer.byte import ByteTokenizer
 from megapipe.data.tokenizer.hugging_face import FastTokenizer, of_transformers
 from megapipe.data.tokenizer.interface import Tokenizer
 from megapipe.errors import DataError
-from megapipe.paths import exists, is_file, user_path
+from megapipe.util.paths import exists, is_file, user_path
 from megapipe.words import one_line
 
 

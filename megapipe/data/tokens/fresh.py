@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megapipe.data.tokens.format import bin_of, idx_of
 from megapipe.errors import DataError
-from megapipe.paths import exists
-from megapipe.processes import machine, start_of
+from megapipe.util.paths import exists
+from megapipe.util.processes import machine, start_of
 
 
 def refuse_existing(prefix: Path) -> None:

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from megapipe import heartbeat
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
+from megapipe.util import heartbeat
 from megapipe.words import print_folded
 
 

@@ -14,8 +14,8 @@ import argparse
 from collections.abc import Iterable
 
 from megapipe.command_line import Parser
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError
 from megapipe.evaluate.commands.arguments import add_common, batch_of, show, tell_rows
 from megapipe.inference.arguments import add_model, model_of, model_phase

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from megapipe.config.model import ModelConfig
 from megapipe.layers.lora import AdaptedLinear, AdapterSpec
 from megapipe.layers.lora_specs import Lora
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.lora import adapter_name, module_of, places, targets_in
 from megapipe.model.gpt.parameters import Named
 

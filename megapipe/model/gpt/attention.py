@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megapipe.config.model import ModelConfig
 from megapipe.layers.dropout import dropout_seed
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -16,7 +17,6 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.rng import seeded
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import Named, layer_of
 from megapipe.model.gpt.rotary import Tables
 from megapipe.model.gpt.scores import scores_of

@@ -8,6 +8,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from megapipe.config.model import ModelConfig
 from megapipe.layers.dropout import dropout
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.lora_specs import Lora
@@ -20,10 +21,9 @@ from megapipe.layers.recompute import Keeping, Segment, keep
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.adapters import adapt
 from megapipe.model.gpt.attention import Attention
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.lora import with_adapters
-from megapipe.model.gpt.mixture import Mixture
 from megapipe.model.gpt.mlp import MLP
+from megapipe.model.gpt.moe.mixture import Mixture
 from megapipe.model.gpt.parameters import Named, block_parameters, layer_of
 from megapipe.model.gpt.rotary import Rotaries, Tables
 from megapipe.model.own_norm import load_norm

@@ -1,11 +1,13 @@
 """Checks that the sizes of a GPT fit each other; an error says in one line what would be right."""
 
+from types import SimpleNamespace
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.unused_keys import check_effects
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.moe_checks import check_experts
+from megapipe.model.gpt.moe.checks import check_experts
 from megapipe.model.interface import Conditions
 from megapipe.model.own_norm import load_norm
-from megapipe.unused_keys import Need, refuse_unused, refuse_without
 from megapipe.words import choices
 
 
@@ -23,7 +25,7 @@ def check(model: ModelConfig, given: Conditions) -> None:
                 f"model.{key}={size} is not divisible by parallel.tp={tp}: "
                 f"{choices('tp', size, tp)}"
             )
-    _check_idle(model)
+    check_effects(SimpleNamespace(model=model), "model")
     check_experts(model)
     if model.own_norm:
         load_norm(model.norm)
@@ -51,28 +53,6 @@ def check(model: ModelConfig, given: Conditions) -> None:
         raise ConfigError(f"kernels.compile=true needs model.dropout=0, not {model.dropout:g}")
 
 
-def _check_idle(model: ModelConfig) -> None:
-    """Refuse keys that have no effect beside others."""
-    is_rotary, scaling = model.positions == "rotary", model.rotary_scaling
-    needs: list[Need] = [
-        (("norm_offset",), model.norm == "rmsnorm", "model.norm=rmsnorm"),
-        (("full_attention_every", "rotary_local_base"), model.window is not None, "model.window"),
-        (
-            ("rotary_base", "rotary_share", "rotary_scaling", "rotary_local_base"),
-            is_rotary,
-            "model.positions=rotary",
-        ),
-        (("rotary_factor",), scaling != "none", "model.rotary_scaling"),
-        (
-            ("rotary_original_positions", "rotary_turns_low", "rotary_turns_high"),
-            scaling in ("llama3", "yarn"),
-            "model.rotary_scaling=llama3 or yarn",
-        ),
-        (("rotary_attention_factor",), scaling == "yarn", "model.rotary_scaling=yarn"),
-    ]
-    refuse_without("model", model, needs)
-
-
 def _check_rotary(model: ModelConfig) -> None:
     width = (model.head_dim or 0) * model.rotary_share
     if width % 2:
@@ -97,9 +77,6 @@ def _check_rotary(model: ModelConfig) -> None:
 
 def resolved(model: ModelConfig, vocab_size: int | None, sequence_length: int) -> ModelConfig:
     """The model with every default filled in; ``vocab_size`` stays None if neither is given."""
-    if model.moe.experts is not None and model.moe.group_top_k is None:
-        needed = "model.moe.group_top_k"
-        refuse_unused("model.moe", model.moe, ["groups"], f"without {needed}")
     if model.head_dim is None and model.hidden % model.heads:
         raise ConfigError(
             f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "

@@ -8,8 +8,8 @@ is given their gradients when the compiled backward is done, and queues the pair
 that run without compilation too (:mod:`megapipe.layers.weight_grad`). The gradients of norms are
 computed by the graph, within ``I``.
 
-A mixture of experts runs as it does uncompiled, behind a graph that ends with its input: how many
-rows an expert gets is known to nobody before.
+A block that routes its tokens runs uncompiled from there on, behind a graph that ends with the
+input of its router: how many go where is known to nobody before.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def run_block(
 def run_until_mlp(
     block: Block, x: Tensor, rotary: Rotary, mask: Tensor | None, linears: Sequence[_Linear]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """For a block with experts: what they add to, their input, and the linear layers' inputs."""
+    """For a block that routes: what is added to, the router's input, those of linear layers."""
     normed, mixed = attended(block, x, rotary, mask, linears[0])
     y, given, of_out = from_attention_to_mlp(block, x, mixed, linears[1])
     return y, given, (normed, of_out)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import backward
 
+from megapipe.config.model import ModelConfig
 from megapipe.context.positions import Positions
 from megapipe.context.split import HeldPositions
 from megapipe.errors import ConfigError
@@ -18,8 +19,7 @@ from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.weight_grad import WeightGradQueue
 from megapipe.model.gpt.block import Block, Rotary
 from megapipe.model.gpt.compiled import CompiledBlock
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.mixture import Mixture
+from megapipe.model.gpt.moe.mixture import Mixture
 from megapipe.model.gpt.rotary import Rotaries, rotaries
 from megapipe.ops.documents import Documents
 

@@ -5,25 +5,22 @@ Modules that only a plan or only a run needs are imported when they are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, get_args
 
+from megapipe.config.model import ModelConfig
 from megapipe.context.split import HeldPositions
-from megapipe.dtypes import Dtype
-from megapipe.layers.moe_specs import padded_rows
+from megapipe.layers.moe.specs import padded_rows
 from megapipe.layers.policy import Span
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.gpt import checks
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops, row_flops
+from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
 from megapipe.model.gpt.lora import adapter_flops, with_adapters
-from megapipe.model.gpt.moe import buffers, routing_of, row_widths, unused_parameters
-from megapipe.model.gpt.moe_traffic import token_traffic
-from megapipe.model.gpt.parameters import known, stage_parameters
+from megapipe.model.gpt.moe.layers import routing_of, row_widths, unused_parameters
+from megapipe.model.gpt.parameters import buffers, known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.gpt.work import Once, part_costs, stage_work
 from megapipe.model.interface import (
@@ -32,7 +29,6 @@ from megapipe.model.interface import (
     Feature,
     Repeated,
     TensorShape,
-    TokenTraffic,
     Work,
     main_tensor,
 )
@@ -40,6 +36,7 @@ from megapipe.model.kernel_needs import AttentionNeeds, KernelNeeds, NormNeeds
 from megapipe.model.own_loss import load_loss
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
+from megapipe.util.dtypes import Dtype
 from megapipe.words import counted, either
 
 if TYPE_CHECKING:
@@ -115,10 +112,9 @@ class GPT(Family):
     def active(self) -> int:
         return self.count() - sum(unused_parameters(self.model, layer) for layer in self.experts())
 
-    def _once(self, layer: int, *, causal: bool = False) -> Once:
+    def _once(self, layer: int) -> Once:
         given = self.conditions
-        rows = self._rows(layer)
-        return Once.of(self.model, given.sequence_length, given.tp, layer, rows=rows, causal=causal)
+        return Once.of(self.model, given.sequence_length, given.tp, layer, rows=self._rows(layer))
 
     def _rows(self, layer: int) -> int | Fraction:
         """Rows of experts for each token, if a layer has some: with those that are empty."""
@@ -144,16 +140,8 @@ class GPT(Family):
         return [Fraction(0), *(layer for layer, _ in costs), head]
 
     def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
-        return self._work(self._once, stage, spans, again=again)
-
-    def causal_work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
-        return self._work(partial(self._once, causal=True), stage, spans, again=again)
-
-    def _work(
-        self, once: Callable[[int], Once], stage: StageSpec, spans: Sequence[Span], *, again: bool
-    ) -> Work:
         chunked = self.conditions.loss_chunk > 0
-        work = stage_work(once, stage, spans, again=again, chunked=chunked)
+        work = stage_work(self._once, stage, spans, again=again, chunked=chunked)
         if self.conditions.lora is None:
             return work
         added, layers = self._adapter_flops(stage.layers), iter(stage.layers)
@@ -189,13 +177,6 @@ class GPT(Family):
         added = 3 * self._adapter_flops(range(self.layers))
         return 2 * self.forward_flops(self.whole) + scores + added
 
-    def expert_flops(self, stage: StageSpec) -> Time:
-        model, layers = self.model, list(filter(self.model.moe.has_experts, stage.layers))
-        return row_flops(model) * sum(map(self._rows, layers)) if layers else 0
-
-    def row_flops(self) -> int:
-        return row_flops(self.model)
-
     def causal_flops(self, length: int) -> int:
         return causal_flops(self.model, length)
 
@@ -203,9 +184,6 @@ class GPT(Family):
         """Hidden states [s(/tp), b, h]."""
         split = self.conditions.tp if self.conditions.sequence_parallel else 1
         return (main_tensor((length // split, rows, self.model.hidden), self.dtype),)
-
-    def token_traffic(self, stage: StageSpec, rows: int, length: int) -> Iterator[TokenTraffic]:
-        return token_traffic(self.model, stage, self.conditions, rows, length)
 
     @property
     def kernels(self) -> KernelNeeds:

@@ -7,8 +7,8 @@ costs 6N + 12 L h s with N the parameters in matrix products. Looking up an embe
 matrix product, padding of the vocabulary and recomputation are not model FLOPs.
 """
 
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.moe import GATES
+from megapipe.config.model import ModelConfig
+from megapipe.model.gpt.moe.layers import GATES
 from megapipe.model.gpt.parameters import known
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
+from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.lora_specs import ALL_ROWS, Lora, Rows, adapter
 from megapipe.layers.specs import ParameterSpec
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.parameters import block_parameters, known
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megapipe.config.model import ModelConfig
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.layers.parameter import Sharding
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import Named, layer_of
 from megapipe.ops.activation import Activate
 

@@ -6,6 +6,8 @@ Names and global shapes are those of the checkpoints. No torch.
 import math
 from collections.abc import Iterator, Mapping
 
+from megapipe.config.model import ModelConfig
+from megapipe.layers.moe.specs import bias_name
 from megapipe.layers.specs import (
     JoinedHeads,
     ParameterSpec,
@@ -16,8 +18,7 @@ from megapipe.layers.specs import (
     row_linear,
     vocabulary,
 )
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.moe import mixture_parameters
+from megapipe.model.gpt.moe.layers import mixture_parameters
 from megapipe.model.partition import StageSpec
 
 Named = Mapping[str, ParameterSpec]
@@ -120,3 +121,12 @@ def known(size: int | None) -> int:
     if size is None:
         raise ValueError("the model is not resolved: a size is still None")
     return size
+
+
+def buffers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of what the routers have beside their parameters, by their names in checkpoints."""
+    moe = model.moe
+    if moe.bias_rate is None:
+        return {}
+    layers = filter(moe.has_experts, range(model.layers))
+    return {bias_name(layer): (moe.experts_of(layer),) for layer in layers}

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.context.positions import Positions
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.parameters import known
 
 Tables = tuple[Tensor, Tensor]

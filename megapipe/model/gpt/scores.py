@@ -1,6 +1,6 @@
 """Changes that the attention of a layer makes to its scores. No torch."""
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 from megapipe.ops.scores import Scores, alibi_slopes
 
 

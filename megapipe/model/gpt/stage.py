@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megapipe.config.model import ModelConfig
 from megapipe.context.positions import Positions
 from megapipe.layers.cross_entropy import masked_sum, soft_capped, vocab_parallel_cross_entropy
 from megapipe.layers.dropout import dropout
@@ -26,7 +27,6 @@ from megapipe.layers.policy import Span
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.block import Block, Blocks, new_norm
 from megapipe.model.gpt.compiled import CompiledBlock
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.lora import with_adapters
 from megapipe.model.gpt.parameters import (
     EMBEDDING_NORM,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from megapipe.config.model import ModelConfig
 from megapipe.layers.policy import BlockPolicy, Span, padded_vocabulary
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import layer_flops, row_flops
 from megapipe.model.gpt.parameters import known
 from megapipe.model.interface import Repeated, Work
@@ -29,8 +29,6 @@ class Once(NamedTuple):
     layer: Exact
     scores: int
     """The part of `layer` that attention computes between its projections."""
-    back: int
-    """Of the backward, what attention computes between its projections."""
     experts: Exact
     """FLOPs of experts that are run again by themselves: router and first product."""
     last: Exact
@@ -40,35 +38,20 @@ class Once(NamedTuple):
     """Taken as those of a layer where the vocabulary is not known yet."""
 
     @classmethod
-    def of(
-        cls,
-        model: ModelConfig,
-        length: int,
-        tp: int,
-        number: int,
-        *,
-        rows: Exact,
-        causal: bool = False,
-    ) -> "Once":
+    def of(cls, model: ModelConfig, length: int, tp: int, number: int, *, rows: Exact) -> "Once":
         """Of a resolved model's layer of this number, at sequences of `length` tokens, for each of
-        which experts have so many `rows`, if there are some.
-
-        `causal`: scores as kernels compute them, half of all, which the backward computes again:
-        two products in the forward, five in the backward.
-        """
+        which experts have so many `rows`, if there are some."""
         experts = model.moe.experts_of(number)
         linear = layer_flops(model, 0, experts=experts)
         layer = layer_flops(model, length, model.window_of(number), experts=experts)
-        scores = (layer - linear) // (2 if causal else 1)
         empty = row_flops(model) * (rows - model.moe.top_k) if experts else 0
-        whole: Exact = linear + scores + empty
+        whole: Exact = layer + empty
         head = whole
         if model.vocab_size is not None:
             head = 2 * model.hidden * padded_vocabulary(model.vocab_size, tp)
         return cls(
             layer=whole,
-            scores=scores,
-            back=5 * scores // 2 if causal else 2 * scores,
+            scores=layer - linear,
             experts=_first_products(model, experts, rows),
             last=0 if model.post_norms else 2 * model.hidden * _last_width(model, experts, rows),
             head=head,
@@ -128,7 +111,6 @@ def stage_work(
     """
     each = [once(layer) for layer in stage.layers]
     whole, scores = sum(one.layer for one in each), sum(one.scores for one in each)
-    back = sum(one.back for one in each)
     start, found = 0, 0
     repeated: Exact = 0
     for blocks, policy in spans:
@@ -145,7 +127,7 @@ def stage_work(
     return Work(
         # a forward without a graph computes the loss, in chunks or not
         F=whole + (head if again or not chunked else 0),
-        I=whole - scores + back + repeated + (3 * head if chunked else head),
+        I=whole + scores + repeated + (3 * head if chunked else head),
         W=whole - scores + (0 if chunked else head),
         R=again * (whole - found - left_out + (0 if chunked else head)),
     )

@@ -9,7 +9,6 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megapipe.dtypes import Dtype
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import Span
 from megapipe.layers.specs import ParameterSpec
@@ -25,6 +24,7 @@ from megapipe.model.interface import (
 from megapipe.model.own_loss import load_loss
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
+from megapipe.util.dtypes import Dtype
 
 if TYPE_CHECKING:
     from torch import nn

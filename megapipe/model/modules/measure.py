@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megapipe.dtypes import Dtype
 from megapipe.layers.own import Linear
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.interface import Loss, TensorShape
 from megapipe.model.modules.fused_attention import SDPA_FLOPS, fused_attention
 from megapipe.model.modules.shares import Shares, one_rank
 from megapipe.model.modules.units import Source
-from megapipe.user_code import FAILURES
+from megapipe.util.dtypes import Dtype
+from megapipe.util.user_code import FAILURES
 
 
 class Measured(NamedTuple):

@@ -20,7 +20,7 @@ from megapipe.errors import ConfigError
 from megapipe.layers.own import Linear, own_parameter
 from megapipe.layers.rng import seed_of, seeded
 from megapipe.layers.specs import ParameterSpec
-from megapipe.user_code import FAILURES, UserCode
+from megapipe.util.user_code import FAILURES, UserCode
 
 Item = nn.Module | Callable[[], nn.Module]
 CPU = torch.device("cpu")

@@ -6,14 +6,14 @@ and Muon needs whole matrices: they communicate, and give what a single process 
 
 from __future__ import annotations
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
+from megapipe.config.update_rules import ARGUMENTS, Declaration, own_rule
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.rules.adaptive import AdaBelief, Adam3, NAdamW, RMSprop
 from megapipe.optim.rules.elementwise import SGD, Adam, AdamW, Elementwise, Lion
 from megapipe.optim.rules.layerwise import LAMB, LARS
 from megapipe.optim.rules.muon import Muon
 from megapipe.optim.rules.rule import Part, Rule
-from megapipe.update_rules import ARGUMENTS, Declaration, own_rule
 
 __all__ = ["Declaration", "Elementwise", "Part", "Rule", "build_rule"]
 

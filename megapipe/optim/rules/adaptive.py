@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.nadam import nadam
 from torch.optim.rmsprop import rmsprop
 
-from megapipe import update_rules
+from megapipe.config import update_rules
 from megapipe.optim.rules.elementwise import Elementwise, corrected_ratio
 from megapipe.optim.rules.rule import Part
 

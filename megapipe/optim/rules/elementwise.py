@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from megapipe import update_rules
-from megapipe.config import OptimizerConfig
+from megapipe.config import update_rules
+from megapipe.config.config import OptimizerConfig
 from megapipe.ops.adam import AdamKernel, AdamStep
 from megapipe.optim.rules.rule import Part, Rule, ranges
 

@@ -1,10 +1,10 @@
 """LARS and LAMB: the step of a parameter is scaled by a ratio of norms, its trust ratio.
 
-The norms are those of whole parameters, and of each expert by itself, so they are summed over the
-slices of a bucket and over the tensor-parallel parts: one vector of squares, fp64, per bucket, and
-one for all buckets over tp, of experts over etp. As in the usual implementations, parameters
-without weight decay (norms, biases) have ratio 1, and so has a parameter one of whose norms is 0.
-Vocabulary padding is zero and adds nothing.
+The norms are those of whole parameters, and of each index of what is split over ep, so they are
+summed over the slices of a bucket and over the tensor-parallel parts: one vector of squares, fp64,
+per bucket, and one for all buckets over tp, or over etp of what is split over ep. As in the usual
+implementations, parameters without weight decay (norms, biases) have ratio 1, and so has a
+parameter one of whose norms is 0. Vocabulary padding is zero and adds nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megapipe import update_rules
+from megapipe.config import update_rules
 from megapipe.distributed.collectives import all_gather, all_reduce
 from megapipe.distributed.mesh import Axis
 from megapipe.optim.buffers import Entry
@@ -34,8 +34,8 @@ class TrustRatio(Rule):
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
         if not shards:  # all is frozen in a stage, on all its tp ranks
             return
-        for experts in (False, True):
-            alike = [shard for shard in shards if shard.bucket.experts == experts]
+        for over_ep in (False, True):
+            alike = [shard for shard in shards if shard.bucket.over_ep == over_ep]
             if alike:
                 self._step(alike, lr, count)
 
@@ -108,8 +108,8 @@ def _summed(squares: Tensor, tp: Axis) -> Tensor:
 
 
 def _count(entry: Entry) -> int:
-    """How many matrices of an entry have a ratio each: one, or as many as there are experts."""
-    return entry.spec.sizes[0] if entry.spec.experts else 1
+    """How many matrices of an entry have a ratio each: those of its indices over ep, or one."""
+    return entry.spec.sizes[0] if entry.spec.over_ep else 1
 
 
 def _each(entry: Entry) -> Iterator[Entry]:

@@ -6,7 +6,7 @@ function of the whole one, which is brought together from slices and tensor-para
 (:mod:`megapipe.optim.rules.whole`) in the type in which Newton-Schulz runs.
 
 The matrix of queries, keys and values is three, or as ``optimizer.muon_split`` says; a gated MLP's
-[2, f, h] is two. Experts are matrices each.
+[2, f, h] is two, and each index of what is split over ep is one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megapipe import update_rules
+from megapipe.config import update_rules
 from megapipe.layers.parameter import LocalParameter
 from megapipe.layers.specs import JoinedHeads, ParameterSpec
 from megapipe.optim.buffers import Entry

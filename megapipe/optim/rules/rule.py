@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
+from megapipe.config.update_rules import DeclaredRule
 from megapipe.layers.parameter import LocalParameter
 from megapipe.ops.adam import AdamKernel
 from megapipe.optim.buffers import Entry
-from megapipe.update_rules import DeclaredRule
 
 if TYPE_CHECKING:
     from megapipe.optim.shard import Shard

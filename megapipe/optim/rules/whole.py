@@ -4,8 +4,9 @@ Over a shard's axis each rank gets its tp part of every matrix that reaches into
 other: a few pieces per boundary cross the wire, not the bucket. Over tp the matrices are then
 dealt out, each is made whole on one rank, and its parts of the result go back; so memory stays
 that of the parts, and tp ranks share the work. Who gets what follows from sizes that all members
-know. All ranks of one tp axis have the same slice of the bucket, and so the same matrices. Experts
-are split over etp instead, and each rank has some of them: what is said of tp holds of etp.
+know. All ranks of one tp axis have the same slice of the bucket, and so the same matrices. What is
+split over ep is split over etp instead, and each rank has some of it: what is said of tp holds of
+etp.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _on_split(
 
 def _on_parts(parts: Tensor, spec: LocalParameter, function: Function) -> Tensor:
     """`function` of a matrix from the flat regions of all tp ranks, cut as these: [tp, numel]."""
-    dim = spec.inner_dim if spec.experts else spec.split_dim
+    dim = spec.inner_dim if spec.over_ep else spec.split_dim
     assert dim is not None, f"{spec.name} is not split"
     whole = torch.cat([part.view(spec.sizes) for part in parts], dim=dim)
     return torch.stack(function(whole, spec).chunk(len(parts), dim=dim)).flatten(1)
@@ -123,6 +124,6 @@ def _work(spec: LocalParameter) -> float:
     """Multiplications of a Newton-Schulz iteration, up to a factor, of this rank's [..., m, n]."""
     m, n = sorted(spec.shape[-2:])
     count = math.prod(spec.shape[:-2])
-    if spec.experts:
+    if spec.over_ep:
         count = count // spec.shape[0] * spec.sizes[0]
     return float(count * m * m * (m + 2 * n))

@@ -4,7 +4,7 @@ import argparse
 
 from megapipe.cli import parse, possible_words
 from megapipe.command_line import Parser, suggest
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 

@@ -7,8 +7,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megapipe import presets
 from megapipe.command_line import Parser, suggest
+from megapipe.config import presets
 from megapipe.errors import ConfigError
 from megapipe.schedule.cost import plain
 from megapipe.schedule.generators import names

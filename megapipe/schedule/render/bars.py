@@ -1,7 +1,7 @@
 """A timeline as bars, from which every drawing of a schedule is made."""
 
-from collections.abc import Iterator
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from megapipe.schedule.cost import Time
@@ -39,17 +39,16 @@ class Bar(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def bars(timeline: Timeline, rank: int) -> Iterator[Bar]:
-    """The bars of a rank, in order."""
+def bars(timeline: Timeline, rank: int, *, most: int | None = None) -> Iterator[Bar]:
+    """The bars of a rank, in order; where it has more operations than twice `most`, those of so
+    many at the beginning and at the end."""
     schedule = timeline.schedule
     chunks = _chunk_of(schedule.placement, rank)
     first: Part | None = None
-    updates = schedule.updates
-    reads = updates.reads[rank] if updates is not None else repeat(None)
-    for code, start, end, read in zip(
-        schedule.ops[rank], timeline.starts[rank], timeline.ends[rank], reads, strict=False
-    ):
-        op = unpack(code)
+    updates, codes, starts = schedule.updates, schedule.ops[rank], timeline.starts[rank]
+    for place in _ends(codes, most):
+        op, start, end = unpack(codes[place]), starts[place], timeline.ends[rank][place]
+        read = None if updates is None else updates.reads[rank][place]
         direction = _direction(schedule, op, chunks)
         number = f"{op.microbatch}.{op.slice}" if schedule.slices > 1 else f"{op.microbatch}"
         if read is not None and op.kind == Kind.F:
@@ -60,6 +59,16 @@ def bars(timeline: Timeline, rank: int) -> Iterator[Bar]:
         else:
             yield Bar(start, end, (part,) if first is None else (first, part))
             first = None
+
+
+def _ends(codes: Sequence[int], most: int | None) -> Iterable[int]:
+    """Places of the first and the last operations, without half a pair."""
+    places = range(len(codes))
+    if most is None or len(codes) <= 2 * most:
+        return places
+    head, tail = most, len(codes) - most
+    head, tail = (place + unpack(codes[place - 1]).joined for place in (head, tail))
+    return chain(places[:head], places[tail:])
 
 
 def _direction(schedule: Schedule, op: Op, chunks: dict[tuple[int, int], int]) -> int:

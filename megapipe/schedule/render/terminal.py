@@ -59,9 +59,17 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
     have no room.
     """
     timeline = drawn if isinstance(drawn, Timeline) else simulate(drawn)
+    rows = _draw_ends(timeline, width, width * _PER_COLUMN) or _draw_ends(timeline, width, None)
+    assert rows is not None
+    return rows
+
+
+def _draw_ends(timeline: Timeline, width: int, most: int | None) -> Rows | None:
+    """Draw so many operations at the beginning and the end of each rank; None: there is room for
+    those in between."""
     chunks = most_chunks(timeline.schedule.placement)
     chunked = chunks > 1
-    rows = [list(bars(timeline, rank)) for rank in range(len(timeline.starts))]
+    rows = [list(bars(timeline, rank, most=most)) for rank in range(len(timeline.starts))]
     prefix = len(f"rank {len(rows) - 1} ")
     lengths = [
         (len(_label(bar, chunked)), bar.end - bar.start)
@@ -78,6 +86,8 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
         total = round(float(timeline.makespan) * scale)
         if total <= room:
             break
+    if total <= room and most is not None and max(map(len, timeline.schedule.ops)) > 2 * most:
+        return None
     half = (room - len(_CUT)) // 2
     windows = [(0, total)] if total <= room else [(0, half), (total - half, total)]
     drawn_rows: list[tuple[Run, ...]] = []
@@ -99,6 +109,9 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
 
 
 _CUT = " ... "
+_PER_COLUMN = 4
+"""Operations of a rank, for each column, that are looked at from either end. A window has at most
+half of the columns, and shorter operations than these have no room there."""
 GATHERED, REDUCED = "<", ">"
 _Cell = tuple[str, Part | None]
 
@@ -178,12 +191,10 @@ def _part_label(part: Part, chunked: bool) -> str:
 
 def _legend(rows: list[list[Bar]], timeline: Timeline, chunked: bool, cut: bool) -> Iterator[Run]:
     example: dict[Kind, Part] = {}
-    for row in rows:
-        for bar in row:
-            for part in bar.parts:
-                example.setdefault(part.op.kind, part._replace(chunk=0))
+    for part in (part for row in rows for bar in row for part in bar.parts):
+        example.setdefault(part.op.kind, part)
     for kind, part in sorted(example.items()):
-        yield Run(kind.name, part)
+        yield Run(kind.name, part._replace(chunk=0))
         yield Run(f" {NAMES[kind]}; ", None)
     sliced = timeline.schedule.slices > 1
     words = ["number: micro-batch.slice" if sliced else "number: micro-batch"]

@@ -8,7 +8,7 @@ from megapipe.schedule.ir import Op, Read
 from megapipe.schedule.streams.orders import build
 from megapipe.schedule.streams.policies import Lists, Policy, policy
 from megapipe.schedule.streams.stream import Stream, stream
-from megapipe.user_code import UserCode, is_user_code
+from megapipe.util.user_code import UserCode, is_user_code
 
 
 def load_stream(

@@ -27,15 +27,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import CallbackError
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.layout import Layout
 from megapipe.observe.observer import Observer
 from megapipe.observe.record import ValidationRecord
-from megapipe.train.step import TrainStep
 from megapipe.train.totals import Wishes
+from megapipe.train.train_step import TrainStep
 from megapipe.train.update import StepResult
 
 A_SIGNAL = "a signal"

@@ -10,7 +10,7 @@ from megapipe.plan.memory import model_memory
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.saving import Saving
 from megapipe.train.callbacks.validation import is_due
-from megapipe.train.memory_copies import MemoryCopies
+from megapipe.train.resume.memory_copies import MemoryCopies
 
 
 class Copying(Callback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megapipe.beneath import make_folder
 from megapipe.checkpoint.names import Committed
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.convert import check_export, export
@@ -11,6 +10,7 @@ from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.saving import Saving
 from megapipe.train.callbacks.validation import is_due
+from megapipe.util.beneath import make_folder
 
 FOLDER = "exports"
 

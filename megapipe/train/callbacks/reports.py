@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from megapipe.beneath import write_beneath
 from megapipe.data.batch import Batches
 from megapipe.layout.devices import peak
 from megapipe.observe.record import SourceRecord, StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
-from megapipe.train import routing
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.stragglers import StragglerWatch
+from megapipe.train.moe import routing
 from megapipe.train.update import StepResult
+from megapipe.util.beneath import write_beneath
 
 SMOOTHING = 0.9
 """Weight of the past in the time per step behind the ETA."""
@@ -111,7 +111,7 @@ class Reports(Callback):
             routing=routing.record(
                 run.layout.model.experts(),
                 result.routing,
-                result.largest_bias,
+                result.figures.get("largest_bias"),
                 counts=every > 0 and (step % every == 0 or step == train.last_step),
             ),
         )

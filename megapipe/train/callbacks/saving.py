@@ -19,9 +19,9 @@ from megapipe.data.sources import Sources
 from megapipe.errors import CheckpointError
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.validation import is_due
-from megapipe.train.checkpoint_io import Content
-from megapipe.train.resume import verified
+from megapipe.train.resume.find import verified
 from megapipe.train.run_folder import RunFolder
+from megapipe.train.state import Content
 from megapipe.train.totals import Wishes
 
 

@@ -13,7 +13,7 @@ from megapipe.launch.shutdown import is_communication
 from megapipe.observe.record import ValidationRecord
 from megapipe.train.callbacks.callback import A_SIGNAL, Callback, Run, Step
 from megapipe.train.totals import Wishes
-from megapipe.user_code import FAILURES, in_one_line
+from megapipe.util.user_code import FAILURES, in_one_line
 from megapipe.watch.journal import text
 
 _log = logging.getLogger(__name__)

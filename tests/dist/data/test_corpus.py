@@ -11,7 +11,7 @@ from tests.unit.data.data_cases import TEXTS, rows, write_jsonl
 
 def test_unreachable_hub_is_reported_in_seconds() -> None:
     code = (
-        "from megapipe.data_config import DataConfig\n"
+        "from megapipe.config.data import DataConfig\n"
         "from megapipe.data.corpus import pieces\n"
         "from megapipe.data.tokenizer import load_tokenizer\n"
         "from megapipe.errors import DataError\n"
@@ -42,7 +42,7 @@ def test_readers_are_silent_and_leave_nothing_outside_the_cache(tmp_path: Path) 
     (tmp_path / "bad.parquet").write_text("nothing of the kind")
     code = (
         "import sys\n"
-        "from megapipe.data_config import DataConfig\n"
+        "from megapipe.config.data import DataConfig\n"
         "from megapipe.data.corpus import pieces\n"
         "from megapipe.errors import DataError\n"
         "for source in sys.argv[1:]:\n"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.config.data import DataConfig
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import ByteTokenizer
-from megapipe.data_config import DataConfig
 from tests.parity.prepared import Barred, texts_of
 from tests.unit.data.data_cases import TEXTS
 
@@ -22,7 +22,7 @@ BYTE = ByteTokenizer()
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from megapipe.data_config import DataConfig
+from megapipe.config.data import DataConfig
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import ByteTokenizer
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megapipe.cli import parse
+from megapipe.config.data import DataConfig
 from megapipe.data.commands import main as prepare_data
 from megapipe.data.prepare import prepare
 from megapipe.data.prepare.copies import check_contents
@@ -18,7 +19,6 @@ from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from megapipe.layout.resolve import resolve
 from tests.parity.bucket import filled

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus import cutting, dividing, parts
 from megapipe.data.prepare import encode, prepare, workers
 from megapipe.data.prepare import file as file_module
@@ -25,7 +26,6 @@ from megapipe.data.prepare.workers import encode_all
 from megapipe.data.tokenizer import ByteTokenizer, TokenIds, Tokenizer, load_tokenizer
 from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.fresh import give_name
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import TEXTS
 
@@ -216,7 +216,7 @@ def test_an_interrupt_ends_all_processes(corpus: Path, tmp_path: Path) -> None:
 def test_a_script_without_a_guard_is_not_run_again(corpus: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from megapipe.data_config import DataConfig\n"
+        "from megapipe.config.data import DataConfig\n"
         "from megapipe.data.prepare import prepare\n"
         "from megapipe.data.tokenizer import ByteTokenizer\n"
         "print('once')\n"

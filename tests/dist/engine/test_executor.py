@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.schedule.generators import gpipe_on
 from megapipe.schedule.placement import vee
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.crossed import crossed
 from tests.parity.ranks import Case, Outcome, check_case, configure, take_region, train

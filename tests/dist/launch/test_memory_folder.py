@@ -8,8 +8,8 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megapipe import heartbeat
 from megapipe.launch.memory_folder import OWNER, PREFIX, MemoryFolder
+from megapipe.util import heartbeat
 
 
 def test_it_goes_with_a_process_that_ends_at_once(tmp_path: Path) -> None:

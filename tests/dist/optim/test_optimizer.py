@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe import TrainStep
 from megapipe.checkpoint.regions import flat_regions
 from megapipe.distributed.mesh import Grid
 from megapipe.layers.parameter import LocalParameter
 from megapipe.testing import World, run_world
-from megapipe.train.step import TrainStep
 from tests.parity import reference
 from tests.parity.ranks import Case, Rows, _global, assemble, configure, run_case, take_region
 

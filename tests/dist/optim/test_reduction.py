@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Axis, Grid
-from megapipe.optim.policy import BucketGroups, ZeroPolicy
+from megapipe.layout.buckets import process_buckets
+from megapipe.layout.resolve import resolve
+from megapipe.optim.groups import BucketGroups
 from megapipe.optim.reduction import Reduction
 from megapipe.testing import World, run_world
 
@@ -32,8 +34,12 @@ def reduce(world: World) -> list[tuple[int, int, list[Tensor]]]:
     mesh = world.mesh(Grid(dp=4))
     results = []
     for zero, size in SHARD_SIZES:
-        settings = OptimizerConfig.model_validate({"zero": zero, "shard_size": size})
-        shard, replicate = BucketGroups(mesh, ZeroPolicy.of(settings, 4)).axes_of([0])
+        optimizer = {"zero": zero, "shard_size": size}
+        tree = {"parallel": {"dp": 4}, "optimizer": optimizer, "model": {"tied_embeddings": False}}
+        config, layout = resolve(Config.model_validate(tree), None, 256)
+        (bucket,) = process_buckets(config, layout, 0)
+        groups = BucketGroups(mesh)
+        shard, replicate = groups.axis(bucket.shard), groups.axis(bucket.replicate)
         sums = []
         for dtype in (None, torch.float32, torch.bfloat16):
             grads = gradient(world.rank)

@@ -208,7 +208,7 @@ def test_slow_tests_are_noted_file_by_file(tree: Path) -> None:
     assert run(tree, "--slow", "tests/unit/test_late.py").returncode == 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_page_of_slow_tests_lists_all_files_that_have_some() -> None:
     counts, skipped = slow.collect()
     listed = set(slow.read(slow.PAGE))

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from megapipe.config.data import DataConfig
 from megapipe.data.prepare import prepare
 from megapipe.data.stored import write_checksums
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens import TokenWriter
-from megapipe.data_config import DataConfig
 from tests.parity.bad_folder import LONG, cut_off, gone, swapped, text
 from tests.parity.bad_input.case import Bad, all_of, made, mode
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from megapipe.config.moe import MoEConfig
 from megapipe.convert import export
-from megapipe.model.gpt.moe_config import MoEConfig
 from tests.parity.bad_folder import (
     LONG,
     MODEL,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megapipe import retries
 from megapipe.checkpoint.storage import Place, place_of
+from megapipe.util import retries
 from tests.parity import object_files
 from tests.parity.object_server import ObjectServer, serving
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megapipe import heartbeat
 from megapipe.checkpoint.run_lock import OWNER, RunLock
 from megapipe.errors import CheckpointError, ConfigError, LaunchError
+from megapipe.util import heartbeat
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 
+from megapipe.config.model import ModelConfig
 from megapipe.convert import HuggingFaceFolder, check_export, class_check, export
 from megapipe.convert.class_check import at_toy_width, check_class, narrowed
 from megapipe.errors import ConfigError
 from megapipe.layout.family import make_family
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import config_from_hf, config_to_hf, row_of
 from megapipe.model.gpt.hf.rope import PARTIAL_ROPE, ROPE
 from megapipe.model.gpt.hf.table import TABLE, Row

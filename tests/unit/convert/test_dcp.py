@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.cli import parse, stored_model
+from megapipe.config.model import ModelConfig
 from megapipe.convert import export
 from megapipe.convert.commands import main
 from megapipe.convert.dcp.files import DcpFiles
 from megapipe.convert.dcp.folder import OwnNames, open_dcp
 from megapipe.errors import CheckpointError
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.weights import to_hf
 from tests.parity.both_ways import write_run
 from tests.parity.cases import Case, configure

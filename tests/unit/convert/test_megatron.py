@@ -20,11 +20,11 @@ import torch
 
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.cli import parse, stored_model
+from megapipe.config.model import ModelConfig
 from megapipe.convert.commands import main
 from megapipe.convert.megatron.arguments import model_of_args
 from megapipe.convert.megatron.folder import MegatronFolder
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.config import ModelConfig
 from tests.parity.converted import assert_same
 from tests.parity.megatron_files import args_of, write_distributed, write_legacy
 from tests.parity.reference import init_random

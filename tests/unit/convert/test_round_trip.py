@@ -17,13 +17,13 @@ from megapipe.checkpoint import Region, find_newest, whole
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import parse, stored_model
+from megapipe.config.model import ModelConfig
 from megapipe.convert import HuggingFaceFolder, adopt, export
 from megapipe.convert.describe import as_configuration
 from megapipe.convert.tensor_files import TensorFiles
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.specs import by_name
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import class_of, config_to_hf, row_of
 from megapipe.model.gpt.hf.table import TABLE
 from megapipe.model.gpt.hf.weights import to_hf

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megapipe.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from megapipe.config.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from megapipe.data.batch import Batches, Source
 from megapipe.data.build import build_batches
 from megapipe.data.dataset import TokenDataset

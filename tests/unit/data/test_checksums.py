@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megapipe.config.data import DataConfig
 from megapipe.data.dataset import TokenDataset
 from megapipe.data.prepare import prepare
 from megapipe.data.stored import crc_of, write_checksums
@@ -18,7 +19,6 @@ from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import bin_of, token_type
 from megapipe.data.tokens.verify import verify
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 
 PER_BLOCK = BLOCK // 2

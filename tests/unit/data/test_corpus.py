@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus import identity, pieces
 from megapipe.data.corpus import tables as tables_module
 from megapipe.data.prepare import prepare
 from megapipe.data.tokenizer import ByteTokenizer
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import TEXTS, drop_privileges, rows, write_jsonl
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.data.build import build_batches
 from megapipe.data.dataset import Stream, TokenDataset
 from megapipe.data.fill_in_the_middle import (

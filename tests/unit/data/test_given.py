@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megapipe.config import Config, DataConfig, TrainConfig
+from megapipe.config.config import Config, DataConfig, TrainConfig
 from megapipe.data.build import build_batches
 from megapipe.data.dataset import Split, Stream, TokenDataset
 from megapipe.data.given import GivenTokens, given_tokens, is_given

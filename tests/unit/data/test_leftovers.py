@@ -11,15 +11,15 @@ from typing import cast
 
 import pytest
 
-from megapipe import heartbeat
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.data import DataConfig
 from megapipe.data.prepare import prepare
 from megapipe.data.prepare.leftovers import KEPT_S, MAKER, SILENT_S
 from megapipe.data.prepare.once import make_once
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.data_config import DataConfig
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.train.corpus import prepare_on_all
+from megapipe.util import heartbeat
 from tests.unit.train.standing_run import Mesh
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megapipe import heartbeat
 from megapipe.data.prepare.once import MAKER, make_once
+from megapipe.util import heartbeat
 
 
 def content(text: str = "x") -> Callable[[Path], None]:

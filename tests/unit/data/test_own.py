@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.data import commands
 from megapipe.data.batch import Batches
 from megapipe.data.build import build_batches
@@ -21,7 +21,7 @@ from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.errors import ConfigError, DataError
 from megapipe.layout.resolve import resolve
-from megapipe.user_code import is_source
+from megapipe.util.user_code import is_source
 
 L, EOD = 4, 256
 MODULE = """

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.config.data import DataConfig
 from megapipe.data.corpus import cutting, dividing, json_rows, parts, total_bytes
 from megapipe.data.corpus.cutting import Piece, cut
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import TEXTS, drop_privileges
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from megapipe.config.data import DataConfig
 from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.prepare import encode as module
 from megapipe.data.prepare.held_out import HeldOut
 from megapipe.data.tokenizer import ByteTokenizer, TokenIds, load_tokenizer
 from megapipe.data.tokens import TokenFile
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
 from tests.parity.prepared import Barred, texts_of
 from tests.unit.data.data_cases import TEXTS

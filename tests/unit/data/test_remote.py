@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapipe import retries
+from megapipe.config.data import DataConfig
 from megapipe.data import remote
 from megapipe.data.given import given_tokens
 from megapipe.data.prepare.copies import MANIFEST, check_contents
@@ -19,8 +19,8 @@ from megapipe.data.remote import fetched, is_remote
 from megapipe.data.stored import crc_of
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
+from megapipe.util import retries
 from tests.parity.bucket import TEXTS, filled
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megapipe import heartbeat, retries
+from megapipe.config.data import DataConfig
 from megapipe.data import remote
 from megapipe.data.remote import fetched
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError
+from megapipe.util import heartbeat, retries
 from tests.parity import object_files
 from tests.parity.object_server import BUCKET, Fault, ObjectServer, Request, serving
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.data.build import build_batches
 from megapipe.data.commands import main as prepare_data
 from megapipe.data.prepare.held_out import HeldOut

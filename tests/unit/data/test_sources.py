@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.data import build
 from megapipe.data.batch import Batches
 from megapipe.data.build import HeldOutBatches, Past, build_batches

@@ -87,10 +87,10 @@ def test_holders_are_the_replicas_of_some_pipeline_ranks(
 
 def test_experts_have_copies_on_all_tensor_parallel_ranks_too() -> None:
     grid = Grid(pp=2, dp=2, cp=2, tp=2)
-    assert grid.holders(3, [0], experts=True) == list(range(8))
-    assert grid.holders(3, [1, 0], experts=True) == [*range(8, 16), *range(8)]
-    copies = [grid.copy_of(rank, experts=True) for rank in range(8, 16)]
-    assert copies == list(range(grid.copies(experts=True)))
+    assert grid.holders(3, [0], over_ep=True) == list(range(8))
+    assert grid.holders(3, [1, 0], over_ep=True) == [*range(8, 16), *range(8)]
+    copies = [grid.copy_of(rank, over_ep=True) for rank in range(8, 16)]
+    assert copies == list(range(grid.copies(over_ep=True)))
 
 
 def divisors(number: int) -> list[int]:
@@ -106,13 +106,13 @@ def test_experts_are_shared_out_once_among_the_ranks_of_a_pipeline_index(
     ranks = data.draw(st.sampled_from(divisors(block)))
     ep = data.draw(st.sampled_from(divisors(ranks)))
     grid = replace(grid, ep=ep, etp=ranks // ep)
-    peers, pp = grid.expert_peers(rank), grid.coordinates_of(rank).pp
+    peers, pp = grid.ep_peers(rank), grid.coordinates_of(rank).pp
     assert len(peers) == ranks
-    copies = [grid.holders(peer, [pp], experts=True) for peer in peers]
-    assert all(len(each) == grid.copies(experts=True) for each in copies)
+    copies = [grid.holders(peer, [pp], over_ep=True) for peer in peers]
+    assert all(len(each) == grid.copies(over_ep=True) for each in copies)
     assert sorted(chain(*copies)) == list(range(pp * block, (pp + 1) * block))
     for each in copies:
-        assert [grid.copy_of(peer, experts=True) for peer in each] == list(range(len(each)))
+        assert [grid.copy_of(peer, over_ep=True) for peer in each] == list(range(len(each)))
         assert len({peer % ranks for peer in each}) == 1, (
             "all have the same part of the same experts"
         )

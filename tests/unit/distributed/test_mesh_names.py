@@ -6,10 +6,9 @@ makes its groups alone, on torch's fake process group, and the rest is a game on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -23,19 +22,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megapipe.assembly.context import make_context
 from megapipe.assembly.sharding import make_sharding
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.context.plans import ring
 from megapipe.context.split import Split
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.engine.channels import ProcessGroupChannels
 from megapipe.experts.map import ExpertMap
-from megapipe.layers.expert_owners import ExpertOwners
-from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.layers.moe.owners import ExpertOwners
+from megapipe.layers.moe.sharding import MoESharding, expert_parameter
+from megapipe.layers.parameter import new_parameter
 from megapipe.layers.specs import ParameterSpec
+from megapipe.layout.buckets import process_buckets
 from megapipe.layout.context_plan import ContextPlans
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
 from megapipe.ops.kernels import Kernels
 from megapipe.optim.buffers import make_buckets
-from megapipe.optim.policy import ZeroPolicy
+from megapipe.schedule.data_parallel import ReplicaPolicy
+from megapipe.schedule.generators import gpipe_on
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.placement import Placement, loop
 from megapipe.watch.journal import LINE
@@ -47,8 +51,9 @@ class Job(NamedTuple):
 
     grid: Grid
     placement: Placement
-    policy: ZeroPolicy
-    tied: bool
+    zero: int = 1
+    shard_size: int | None = None
+    tied: bool = False
     empty: frozenset[int] = frozenset()
     """Stages without parameters of their own."""
     experts: frozenset[int] | None = None
@@ -78,14 +83,15 @@ def jobs(draw: st.DrawFn) -> Job:
         etp = draw(st.sampled_from([n for n in (1, 2) if block % (ep * n) == 0]))
         node = inner if etp == 1 and inner > 1 < outer and ep == inner * outer else None
         grid = replace(grid, ep=ep, etp=etp, node=node)
-    copies = {grid.copies(), grid.copies(experts=True)} if experts is not None else {grid.copies()}
+    copies = {grid.copies(), grid.copies(over_ep=True)} if experts is not None else {grid.copies()}
     sizes = [n for n in divisors(grid.copies()) if all(each % min(n, each) == 0 for each in copies)]
     stage = draw(st.integers(0, 3))
     size = draw(st.sampled_from([None, *sizes])) if stage else None
     return Job(
         grid,
         placement,
-        ZeroPolicy(stage if (size or max(copies)) > 1 else min(stage, 1), size),
+        stage if (size or max(copies)) > 1 else min(stage, 1),
+        size,
         draw(st.booleans()),
         draw(st.frozensets(stages, max_size=2)),
         experts,
@@ -103,32 +109,62 @@ def alone(grid: Grid, rank: int) -> Iterator[ParallelMesh]:
         dist.destroy_process_group()
 
 
-def sharding_of(job: Job, mesh: ParallelMesh) -> Sharding:
-    """That of a stage, for which the groups of experts are made."""
+class Family(NamedTuple):
+    """Parameters of a job's model."""
+
+    job: Job
+    dtype: str = "fp32"
+
+    def parameters(self, stage: int) -> Iterator[ParameterSpec]:
+        """One, that of experts, and the word embedding at both ends."""
+        job = self.job
+        last = job.placement.stages - 1
+        word = ParameterSpec(name="word", shape=(2, 2), tied=job.tied)
+        if stage not in job.empty:
+            yield ParameterSpec(name=f"layers.{stage}.weight", shape=(2, 2))
+        if job.experts is not None and stage in job.experts:
+            shape = (2 * job.grid.ep, 2, 2)
+            yield ParameterSpec(name=f"layers.{stage}.experts", shape=shape, over_ep=True)
+        if stage == 0:
+            yield word
+        if stage == last:
+            yield replace(word, name="word" if job.tied else "head", use=int(job.tied))
+
+
+def settled(job: Job) -> tuple[Config, Layout]:
+    """The configuration and the layout of a job, of which stages are numbers."""
     moe: dict[str, Any] = {} if job.experts is None else {"experts": 2 * job.grid.ep}
-    config = Config.model_validate({"model": {"moe": moe, "dtype": "fp32"}})
-    return make_sharding(config, mesh, Kernels())
+    model = {"moe": moe, "dtype": "fp32"}
+    config = Config.model_validate({"model": model, "optimizer": {"shard_size": job.shard_size}})
+    grid, plan = job.grid, ring(job.split.ring)
+    stages: Any = tuple(range(job.placement.stages))
+    family: Any = Family(job)
+    return config, replace(
+        resolve(Config(), None, 256)[1],
+        **{axis: getattr(grid, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "etp", "node")},
+        model=family,
+        stage_layers=stages,
+        split=job.split,
+        context=ContextPlans(plan, plan),
+        replicas=ReplicaPolicy(job.zero),
+        schedule=gpipe_on(job.placement, 1),
+    )
 
 
-def module_of(job: Job, stage: int, mesh: ParallelMesh) -> nn.Module:
-    """One parameter, those of experts, and the word embedding at both ends."""
-    sharding = sharding_of(job, mesh)
+def module_of(
+    specs: Iterable[ParameterSpec], grid: Grid, config: Config, mesh: ParallelMesh
+) -> nn.Module:
+    """A module of these parameters; the groups of experts are made for it."""
+    sharding = make_sharding(config, mesh, Kernels())
     module = nn.Module()
-    word = ParameterSpec(name="word", shape=(2, 2), tied=job.tied)
-    if stage not in job.empty:
-        module.own = new_parameter(
-            sharding, ParameterSpec(name=f"layers.{stage}.weight", shape=(2, 2))
-        )
-    if job.experts is not None and stage in job.experts:
-        even = ExpertMap.even(2 * job.grid.ep, job.grid.ep)
-        owners = ExpertOwners(even, mesh.ep.index // job.grid.etp)
-        shape = (2 * job.grid.ep, 2, 2)
-        spec = ParameterSpec(name=f"layers.{stage}.experts", shape=shape, experts=True)
-        module.experts = new_parameter(sharding, spec, owners)
-    if stage == 0:
-        module.word = new_parameter(sharding, word)
-    if stage == job.placement.stages - 1:
-        module.head = new_parameter(sharding, replace(word, use=1))
+    for number, spec in enumerate(specs):
+        if spec.over_ep:
+            split = MoESharding.of(sharding)
+            owners = ExpertOwners(ExpertMap.even(2 * grid.ep, grid.ep), split.rank)
+            made = expert_parameter(split, spec, owners)
+        else:
+            made = new_parameter(sharding, spec)
+        module.register_parameter(str(number), made)
     return module
 
 
@@ -137,24 +173,20 @@ def made_by(job: Job, rank: int) -> list[Made]:
     of buckets."""
     placement = job.placement
     with alone(job.grid, rank) as mesh:
-        plan = ring(job.split.ring)
-        layout = SimpleNamespace(split=job.split, context=ContextPlans(plan, plan))
-        make_context(cast(Any, layout), mesh, cast(Any, None))
+        config, layout = settled(job)
+        make_context(layout, mesh, cast(Any, None))
         ProcessGroupChannels(mesh, pairs(placement), dtype=torch.float32)
-        modules = {s: module_of(job, s, mesh) for s in placement.stages_of(mesh.at.pp)}
-        make_buckets(
-            cast(Any, modules),
-            mesh,
-            job.policy,
-            holders=[placement.holders(stage) for stage in range(placement.stages)],
-        )
+        modules = {
+            s: module_of(layout.model.parameters(cast(Any, s)), job.grid, config, mesh)
+            for s in layout.process_stages(mesh.at.pp)
+        }
+        make_buckets(process_buckets(config, layout, mesh.at.pp), modules, mesh)
         return groups_made(job.grid.world)
 
 
 HOPS = Job(
     Grid(pp=2, dp=4, cp=2, ep=4, node=2),
     loop(2),
-    ZeroPolicy(1),
     tied=True,
     experts=frozenset({0, 1}),
     split=Split(2, 1),
@@ -189,7 +221,7 @@ def test_who_waits_for_the_members_of_a_group_says_so() -> None:
     assert (0, 1) in map(tuple, heeds), "and for those of an axis"
 
 
-CHAIN = Job(Grid(pp=3), loop(3), ZeroPolicy(), tied=False)
+CHAIN = Job(Grid(pp=3), loop(3))
 
 
 def test_names_that_count_all_groups_are_noticed() -> None:

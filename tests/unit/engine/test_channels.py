@@ -129,9 +129,9 @@ class FakeLine(Line):
         super().__init__(Journal(), 0)
         self.waited: list[int] = []
 
-    def wait(self, exchange: int, call: Callable[[], Any]) -> Any:
+    def wait(self, exchange: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.waited.append(exchange)
-        return call()
+        return call(*args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", [_Outgoing, _PolledOutgoing])

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.activations import repeated, stage_spans
 from megapipe.layout.costs import stage_work

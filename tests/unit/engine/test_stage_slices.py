@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.engine.stage import Stage
 from megapipe.layers.dropout import dropout_seed
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.policy import BlockPolicy, Span
 from megapipe.layers.rng import seed_of
-from megapipe.model.gpt.config import ModelConfig
 from tests.parity import reference
 from tests.parity.ranks import Case, configure
 from tests.parity.stage_cases import main_grads, new_pipeline, new_stage

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.config.data import DataConfig
 from megapipe.convert import export
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
-from megapipe.data_config import DataConfig
 from megapipe.errors import DataError, NumericError
 from megapipe.evaluate.perplexity import measure
 from megapipe.evaluate.scoring import Row, most_probable, scores

@@ -43,7 +43,7 @@ def test_each_rank_has_the_experts_that_are_drawn() -> None:
             "".join(
                 str(expert)
                 for expert, owner in enumerate(owners)
-                if grid.expert_peers(rank)[owner] == rank
+                if grid.ep_peers(rank)[owner] == rank
             )
             for rank in range(grid.world)
         ]

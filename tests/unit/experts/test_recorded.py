@@ -13,7 +13,7 @@ from megapipe.experts.balance import balance
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool import find_pool, largest_load, migrate, packed
 from megapipe.experts.rows import evenly, loads
-from megapipe.plan.expert_commands.recorded import recorded
+from megapipe.plan.moe.commands.recorded import recorded
 
 RANKS = 4
 CHOICES = recorded(Path(__file__).parent / "recorded/log.jsonl")

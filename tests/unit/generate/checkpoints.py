@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megapipe.checkpoint import Alone, Meta, Piece, save, whole
 from megapipe.cli import flatten
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.layout.resolve import resolve
 from tests.parity import reference

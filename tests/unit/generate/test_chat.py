@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from megapipe.checkpoint.find import find_checkpoint
+from megapipe.config.data import DataConfig
 from megapipe.data.tokenizer import load_tokenizer
-from megapipe.data_config import DataConfig
 from megapipe.errors import ConfigError, DataError
 from megapipe.generate import Generator, Sampling
 from megapipe.generate.chat import Chats, messages_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import CheckpointError, ConfigError, NumericError
 from megapipe.generate import Generator, Sampling, find_checkpoint
 from megapipe.generate.reading import window_start

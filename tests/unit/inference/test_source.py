@@ -17,8 +17,8 @@ from megapipe.errors import ConfigError, DataError
 from megapipe.evaluate.commands import main as evaluate
 from megapipe.generate.command import main
 from megapipe.inference import Source, load_model
+from megapipe.train.moe.upcycle import Upcycled
 from megapipe.train.source import Source as StartPoint
-from megapipe.train.upcycle import Upcycled
 from tests.parity import chats
 from tests.parity.converted import write_checkpoint
 from tests.parity.reference import init_random

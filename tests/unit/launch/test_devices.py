@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError, LaunchError
 from megapipe.launch.devices import CPU, Found, choose, decide, mig_of
 from megapipe.launch.place import LaunchInfo
-from megapipe.parallel_config import ParallelConfig
 from tests.parity.threads import at_once
 
 AUTO = ParallelConfig(timeout_s=10.0)

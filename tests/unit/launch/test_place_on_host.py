@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import LaunchError
 from megapipe.launch import rendezvous
 from megapipe.launch.devices import choose
 from megapipe.launch.place import LaunchInfo, find_launch_info
-from megapipe.parallel_config import ParallelConfig
 from tests.parity.threads import at_once
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from megapipe.answers import Mute
 from megapipe.launch.stores import open_tcp_store
+from megapipe.util.answers import Mute
 
 LOOKUP_S, ANSWER_S = 0.6, 0.1
 

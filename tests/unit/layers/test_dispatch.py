@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-from megapipe.layers import expert_hops
-from megapipe.layers.dispatch import Dispatch, Form, dispatch_of
-from megapipe.layers.expert_chunks import Chunk, chunks_of
-from megapipe.layers.expert_hops import Hop, Step, Turn, steps_back, steps_there
-from megapipe.layers.expert_rows import Counts, Rows
+from megapipe.layers.moe import transfer
+from megapipe.layers.moe.chunks import Chunk, chunks_of
+from megapipe.layers.moe.dispatch import Dispatch
+from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
+from megapipe.layers.moe.permutation import Counts, Rows
+from megapipe.layers.moe.transfer import AllToAll, Permute, Step, combine_steps, dispatch_steps
 
 
 def sent(chunk: Chunk, source: int, ranks: int) -> list[int]:
@@ -42,32 +43,30 @@ class Noted:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def begin(self, number: int) -> None:
-        self.notes.append(f"begin {number}")
+    def start(self, number: int) -> None:
+        self.notes.append(f"start {number}")
 
-    def go_on(self, number: int) -> None:
-        self.notes.append(f"go on {number}")
+    def start_next_hop(self, number: int) -> None:
+        self.notes.append(f"next hop {number}")
 
-    def take(self, number: int) -> int:
-        self.notes.append(f"take {number}")
+    def wait(self, number: int) -> int:
+        self.notes.append(f"wait {number}")
         return number
 
 
-ONE_HOP = "begin 0, begin 1, take 0, compute, begin 2, take 1, compute, take 2, compute"
+ONE_HOP = "start 0, start 1, wait 0, compute, start 2, wait 1, compute, wait 2, compute"
 TWO_HOPS = (
-    "begin 0, begin 1, go on 0, begin 2, go on 1, take 0, compute, go on 2, take 1, compute, "
-    "take 2, compute"
+    "start 0, start 1, next hop 0, start 2, next hop 1, wait 0, compute, next hop 2, wait 1, "
+    "compute, wait 2, compute"
 )
 
 
-@pytest.mark.parametrize(("hops", "order"), [(None, ONE_HOP), ("two", TWO_HOPS)])
-def test_a_chunk_is_on_its_way_before_the_one_before_it_is_computed(
-    hops: str | None, order: str
-) -> None:
-    plan = SimpleNamespace(chunks=range(3), form=SimpleNamespace(hops=hops))
+@pytest.mark.parametrize(("hops", "order"), [(1, ONE_HOP), (2, TWO_HOPS)])
+def test_a_chunk_is_on_its_way_before_the_one_before_it_is_computed(hops: int, order: str) -> None:
+    plan = SimpleNamespace(chunks=range(3), dispatcher=SimpleNamespace(hops=hops))
     matrices, values = Noted(), Noted()
     of_rank: Any = SimpleNamespace(plan=plan)
-    for turn, (chunk, of, here) in enumerate(Dispatch.in_turn(of_rank, matrices, values)):
+    for turn, (chunk, of, here) in enumerate(Dispatch.pipelined_chunks(of_rank, matrices, values)):
         assert (chunk, of, here) == (turn, turn, [turn])
         matrices.notes.append("compute")
         values.notes.append("compute")
@@ -100,14 +99,14 @@ def test_rows_of_other_ranks_are_put_into_the_order_of_experts_and_then_of_ranks
     for index, own in enumerate(choices):
         axis = Axis(2, index, (0, 1), None)
         choice = torch.tensor(own, dtype=torch.int16)
-        found.append(dispatch_of(choice, told, axis, 1, Form()))
+        found.append(AllToAllDispatcher(axis).dispatch(choice, told))
     first, second = found
     assert [order.tolist() for order in first.arrival] == [[0, 1, 2]]
     assert [order.tolist() for order in second.arrival] == [[0, 4, 5, 1, 2, 3]]
     assert (first.plan.ends, second.plan.ends) == ([2, 3], [3, 6])
 
 
-def exchanged(sending: list[Tensor], hops: list[Hop]) -> list[Tensor]:
+def exchanged(sending: list[Tensor], hops: list[AllToAll]) -> list[Tensor]:
     """What each rank has after a hop that all take at once."""
     parts = {
         (rank, hop.axis.ranks[i]): part
@@ -125,9 +124,9 @@ def exchanged(sending: list[Tensor], hops: list[Hop]) -> list[Tensor]:
 def taken(rows: list[Tensor], steps: list[list[Step]]) -> list[Tensor]:
     """What each rank has after these steps."""
     for together in zip(*steps, strict=True):
-        if isinstance(together[0], Turn):
+        if isinstance(together[0], Permute):
             turns = zip(rows, together, strict=True)
-            rows = [expert_hops._turned(own, step.blocks) for own, step in turns]  # type: ignore[union-attr]
+            rows = [transfer._permuted(own, step.blocks) for own, step in turns]  # type: ignore[union-attr]
         else:
             rows = exchanged(rows, list(together))  # type: ignore[arg-type]
     return rows
@@ -160,7 +159,7 @@ def test_two_hops_bring_rows_where_one_does_and_back(nodes: int, places: int) ->
     alone: list[tuple[Axis, Axis] | None] = [None] * n
     for through in (alone, hops):
         ways = list(zip(flat, through, strict=True))
-        there = taken(rows, [steps_there(moved, *way) for way in ways])
+        there = taken(rows, [dispatch_steps(moved, *way) for way in ways])
         assert all(map(torch.equal, there, wanted))
-        back = taken(there, [steps_back(moved, *way) for way in ways])
+        back = taken(there, [combine_steps(moved, *way) for way in ways])
         assert all(map(torch.equal, back, rows))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.layers.expert_padding import PaddedRows, among_choices, room
-from megapipe.layers.expert_rows import Rows
-from megapipe.layers.moe_specs import Routing, padded_rows
-from megapipe.layers.routing import choose
-from megapipe.ops.expert_rows import TorchRows
+from megapipe.layers.moe.padding import PaddedRows, among_choices, room
+from megapipe.layers.moe.permutation import Rows
+from megapipe.layers.moe.routing import choose
+from megapipe.layers.moe.specs import Routing, padded_rows
+from megapipe.ops.moe.rows import TorchRows
 
 
 def test_rows_are_those_of_the_table() -> None:

@@ -16,11 +16,11 @@ from torch.nn import Parameter
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import Wait
 from megapipe.experts.map import ExpertMap
-from megapipe.layers import expert_places
-from megapipe.layers.expert_chunks import chunks_of
-from megapipe.layers.expert_owners import ExpertOwners
-from megapipe.layers.expert_places import ExpertPlaces
-from megapipe.layers.expert_rows import Rows
+from megapipe.layers.moe import replicas
+from megapipe.layers.moe.chunks import chunks_of
+from megapipe.layers.moe.owners import ExpertOwners
+from megapipe.layers.moe.permutation import Rows
+from megapipe.layers.moe.replicas import ExpertPlaces
 from megapipe.layers.weight_grad import main_grad
 
 COPIES = ((2,), (0, 1))
@@ -97,7 +97,7 @@ def test_without_copies_places_are_experts() -> None:
 def test_copies_get_weights_and_give_gradients(etp: int) -> None:
     ranks = ranks_with(COPIES, etp)
     exchanges = Exchanges(len(ranks))
-    with mock.patch.object(expert_places, "start_all_to_all", exchanges.start):
+    with mock.patch.object(replicas, "start_all_to_all", exchanges.start):
         for places in ranks:
             places.begin()
             places.begin()
@@ -141,7 +141,7 @@ def test_gradients_are_added_by_rank() -> None:
         ranks[-1].take(present.with_copies([[], [0], [0]]))
         ranks[-1].main_grads(own)[1 if rank else 0].fill_(grad)
     exchanges = Exchanges(3)
-    with mock.patch.object(expert_places, "start_all_to_all", exchanges.start):
+    with mock.patch.object(replicas, "start_all_to_all", exchanges.start):
         coming, *_ = [places.start_home() for places in ranks]
         assert coming is not None
         received, wait = coming
@@ -153,7 +153,7 @@ def test_gradients_are_added_by_rank() -> None:
 def test_changed_weights_leave_again() -> None:
     ranks = ranks_with(COPIES)
     exchanges = Exchanges(2)
-    with mock.patch.object(expert_places, "start_all_to_all", exchanges.start):
+    with mock.patch.object(replicas, "start_all_to_all", exchanges.start):
         for number in range(2):
             for places in ranks:
                 places.begin()

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.layers import routing
-from megapipe.layers.experts import Experts
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe import routing
+from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.routers import Router
 from tests.parity import reference
 from tests.parity.chosen import evenly
 from tests.parity.mixture import Told
@@ -81,13 +82,14 @@ class Forward:
         """[tokens, h]."""
         for layer in self.layers:
             layer.register_forward_hook(self._note)
-        scores = routing.scores
+        kind = type(self.layers[0].routing.router)
+        scores = kind.scores
 
-        def spy(logits: Tensor, how: Any) -> Tensor:
+        def spy(router: Router, logits: Tensor) -> Tensor:
             self.logits.append(logits)
-            return scores(logits, how)
+            return scores(router, logits)
 
-        with mock.patch.object(routing, "scores", spy):
+        with mock.patch.object(kind, "scores", spy):
             self.stage.forward((0, 0), None, self.mb)
 
     def _note(self, _: Any, given: tuple[Any, ...], output: Tensor) -> None:
@@ -125,7 +127,8 @@ def test_with_one_choice_each_the_balance_term_is_one_where_tokens_are_spread_ev
     with evenly():
         run = Forward(moe="top 1, capacity 1", dtype="fp64")
     (layer,) = run.layers
-    tokens, balance, _, dropped, *counts = run.mb.loads[layer.layer].tolist()
+    load = run.mb.scratch.by_layer(routing.LOAD)[layer.layer]
+    tokens, balance, _, dropped, *counts = load.tolist()
     assert balance / tokens == pytest.approx(1, rel=1e-14)
     assert dropped == 0
     assert counts == [tokens / 4] * 4

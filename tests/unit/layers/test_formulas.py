@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megapipe.layers import routing as route
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe_specs import NUMBERS, Drop, Routing, Scope
-from megapipe.layers.routing import Chosen
-from megapipe.model.gpt.mixture import Mixture
-from megapipe.train.routing_state import RoutingState
+from megapipe.layers.moe import routing as route
+from megapipe.layers.moe.routing import Chosen
+from megapipe.layers.moe.specs import NUMBERS, Drop, Routing, Scope
+from megapipe.model.gpt.moe.mixture import Mixture
+from megapipe.train.moe.routing_state import RoutingState
 from tests.parity import reference
 from tests.parity.ranks import Case, configure
 from tests.parity.stage_cases import new_stage
@@ -100,8 +100,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def named(how: Routing) -> tuple[str, str]:
-    scores = "softmax" if how.softmax else "sigmoid"
-    return f"scores={scores}", f"normalise={str(how.normalise).lower()}"
+    return f"scores={how.scores}", f"normalise={str(how.normalise).lower()}"
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
@@ -115,11 +114,11 @@ def test_python_of_formulas() -> None:
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize("softmax", [True, False])
-def test_scores_and_weights(softmax: bool, normalise: bool) -> None:
-    how = Routing(EXPERTS, 3, softmax=softmax, normalise=normalise, scale=2.5)
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_scores_and_weights(scores: str, normalise: bool) -> None:
+    how = Routing(EXPERTS, 3, scores=scores, normalise=normalise, scale=2.5)
     logits = drawn(TOKENS, EXPERTS)
-    p = route.scores(logits, how)
+    p = how.router.scores(logits)
     assert close(value("p_e", {"logit_e": logits}, *named(how)), p)
     ids = route.experts_of(route.choose(p, how, SEQUENCES))
     given = {"p_i": p.gather(1, ids), "scale": how.scale}
@@ -129,7 +128,7 @@ def test_scores_and_weights(softmax: bool, normalise: bool) -> None:
 @pytest.mark.parametrize("normalise", [True, False])
 def test_second_choices(normalise: bool) -> None:
     how = Routing(EXPERTS, 2, normalise=normalise, random_second=True)
-    p, u = route.scores(drawn(TOKENS, EXPERTS), how), drawn(TOKENS, seed=1).sigmoid()
+    p, u = how.router.scores(drawn(TOKENS, EXPERTS)), drawn(TOKENS, seed=1).sigmoid()
     choice = route.choose(p, how, SEQUENCES, second=u)
     p_1, p_2 = p.gather(1, route.experts_of(choice)).unbind(1)
     kept = value("kept", {"p_1": p_1, "p_2": p_2, "u": u}, *named(how))
@@ -187,7 +186,7 @@ def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def test_choices_that_are_dropped(drop: Drop, capacity: float) -> None:
     """Those behind whom there are no places left, by the order of the page."""
     how = Routing(5, 3, capacity=capacity, drop=drop)
-    p = route.scores(drawn(TOKENS, 5), how)
+    p = how.router.scores(drawn(TOKENS, 5))
     choice = route.choose(p, how, SEQUENCES)
     ids = route.experts_of(choice)
     given = {"capacity": Fraction(str(capacity)), "k": 3, "length": LENGTH, "E": 5}
@@ -210,11 +209,17 @@ def test_choices_that_are_dropped(drop: Drop, capacity: float) -> None:
 
 @pytest.mark.parametrize("first_only", [False, True])
 @pytest.mark.parametrize("scope", ["sequence", "microbatch"])
-@pytest.mark.parametrize("softmax", [True, False])
-def test_terms_of_the_loss(softmax: bool, scope: Scope, first_only: bool) -> None:
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_terms_of_the_loss(scores: str, scope: Scope, first_only: bool) -> None:
     """Their values, which are logged, and their gradients, of a third of a step's tokens."""
     how = Routing(
-        EXPERTS, 2, softmax=softmax, scope=scope, first_only=first_only, balance=0.3, z=0.05
+        EXPERTS,
+        2,
+        scores=scores,
+        scope=scope,
+        first_only=first_only,
+        balance=0.3,
+        z=0.05,
     )
     logits, T = drawn(TOKENS, EXPERTS).requires_grad_(), 3 * TOKENS
     p = value("p_e", {"logit_e": logits}, *named(how))

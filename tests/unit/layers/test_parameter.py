@@ -10,7 +10,9 @@ import torch
 from megapipe.checkpoint.regions import flat_regions, whole
 from megapipe.distributed.mesh import Axis
 from megapipe.experts.map import ExpertMap
-from megapipe.layers.expert_owners import ExpertOwners
+from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
+from megapipe.layers.moe.owners import ExpertOwners
+from megapipe.layers.moe.sharding import MoESharding, expert_parameter
 from megapipe.layers.parameter import LocalParameter, Sharding, new_parameter, spec_of
 from megapipe.layers.specs import ParameterSpec
 
@@ -81,10 +83,11 @@ OWNERS = [(0, 0, 1, 1, 2, 2), (2, 0, 1, 0, 2, 1), (1, 0, 0, 2, 2, 1)]
 def of_experts(owners: tuple[int, ...], member: int) -> LocalParameter:
     """A tensor of six experts, [6, 4, 3], over three ranks and two halves of dimension 1."""
     ep = Axis(size=6, index=member, ranks=tuple(range(6)), group=None)
-    split = Sharding(Axis.alone(), False, torch.float32, ep=ep, etp=2)
+    dispatcher = AllToAllDispatcher(ep, etp=2)
+    split = MoESharding(Axis.alone(), False, torch.float32, dispatcher=dispatcher)
     present = ExpertOwners(ExpertMap.even(6, 3), member // 2)
-    spec = ParameterSpec(name="e", shape=(6, 4, 3), experts=True, inner_dim=1, std=0.1)
-    found = spec_of(new_parameter(split, spec, present))
+    spec = ParameterSpec(name="e", shape=(6, 4, 3), over_ep=True, inner_dim=1, std=0.1)
+    found = spec_of(expert_parameter(split, spec, present))
     present.present = ExpertMap(owners, ((),) * 3)
     return found
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-from megapipe.layers import routing
-from megapipe.layers.dispatch import Form, dispatch_of
-from megapipe.layers.expert_rows import Rows, count_rows
-from megapipe.layers.moe_specs import Drop, Routing, Scope
-from megapipe.layers.routing import Chosen
-from megapipe.ops.expert_rows import TorchRows
+from megapipe.layers.moe import routing
+from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
+from megapipe.layers.moe.permutation import Rows, count_rows
+from megapipe.layers.moe.routing import Chosen
+from megapipe.layers.moe.specs import Drop, Routing, Scope
+from megapipe.ops.moe.rows import TorchRows
 
 LENGTH, SEQUENCES = 12, 3
 
@@ -33,7 +33,7 @@ def logits_of(experts: int, *, ties: bool = False, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_scores_go_to_the_lower_expert(k: int, seed: int) -> None:
     how = Routing(7, k)
-    p = routing.scores(logits_of(7, ties=True, seed=seed), how)
+    p = how.router.scores(logits_of(7, ties=True, seed=seed))
     for row, found in zip(p.tolist(), routing.choose(p, how, SEQUENCES).tolist(), strict=True):
         assert found == sorted(range(7), key=lambda e: (-row[e], e))[:k]
 
@@ -47,8 +47,8 @@ def test_all_scores_equal() -> None:
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_experts_are_from_the_best_groups(ties: bool) -> None:
-    how = Routing(12, 3, softmax=False, groups=4, group_top_k=2)
-    p = routing.scores(logits_of(12, ties=ties), how)
+    how = Routing(12, 3, scores="sigmoid", groups=4, group_top_k=2)
+    p = how.router.scores(logits_of(12, ties=ties))
     for row, found in zip(p.tolist(), routing.choose(p, how, SEQUENCES).tolist(), strict=True):
         groups = [row[3 * g : 3 * g + 3] for g in range(4)]
         two = [sum(sorted(group)[-2:]) for group in groups]
@@ -60,8 +60,8 @@ def test_experts_are_from_the_best_groups(ties: bool) -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("ties", [False, True])
 def test_a_bias_decides_who_is_chosen_and_not_the_weights(groups: int, ties: bool) -> None:
-    how = Routing(12, 3, softmax=False, groups=groups, group_top_k=min(groups, 2))
-    p = routing.scores(logits_of(12, ties=ties), how)
+    how = Routing(12, 3, scores="sigmoid", groups=groups, group_top_k=min(groups, 2))
+    p = how.router.scores(logits_of(12, ties=ties))
     bias = (torch.arange(12) % 5 - 2) * 0.125  # whose sums with equal scores are equal
     ids = routing.experts_of(routing.choose(p, how, SEQUENCES, routing.WHOLE, bias.double()))
     ranked = (p + bias.double()).tolist()
@@ -86,7 +86,7 @@ def test_second_choices_are_kept_by_twice_their_share_and_take_no_place_else(
     normalise: bool,
 ) -> None:
     how = Routing(5, 2, normalise=normalise, scale=3.0, capacity=0.8)
-    p = routing.scores(logits_of(5), how)
+    p = how.router.scores(logits_of(5))
     drawn = logits_of(1, seed=4).sigmoid().squeeze(1)
     choice = routing.choose(p, how, SEQUENCES, routing.WHOLE, None, drawn)
     ids = routing.experts_of(choice)
@@ -112,7 +112,7 @@ def test_a_full_expert_refuses_those_who_come_later(
     drop: Drop, capacity: float, ties: bool
 ) -> None:
     how = Routing(5, 2, capacity=capacity, drop=drop, normalise=False)
-    p = routing.scores(logits_of(5, ties=ties), how)
+    p = how.router.scores(logits_of(5, ties=ties))
     choice = routing.choose(p, how, SEQUENCES)
     ids = routing.experts_of(choice)
     weight = routing.weights(p, ids, how).tolist()
@@ -150,7 +150,7 @@ def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
     choice = torch.tensor([[2, 0], [0, ~2], [2, 1], [~1, 0]], dtype=torch.int16)
     counts = count_rows(choice, 4, Axis.alone())
     assert counts.of_ranks == [[3, 1, 2, 0]]
-    dispatch = dispatch_of(choice, counts, Axis.alone(), 1, Form())
+    dispatch = AllToAllDispatcher(Axis.alone()).dispatch(choice, counts)
     rows = dispatch.rows
     assert dispatch.plan.ends == [3, 4, 6, 6]
     assert rows.order[:6].tolist() == [1, 2, 7, 5, 0, 4]
@@ -158,27 +158,28 @@ def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
     x = torch.arange(8.0).view(4, 2)
     gathered = rows.gather(x)
     assert gathered.tolist() == [x[t].tolist() for t in (0, 1, 3, 2, 0, 2)]
-    home = dispatch.home()
-    for _, numbers, (here,) in dispatch.in_turn(dispatch.choices(rows.slots), dispatch.tokens(x)):
+    combine = dispatch.combine()
+    sent = dispatch.dispatch_weights(rows.slots), dispatch.dispatch_tokens(x)
+    for _, numbers, (here,) in dispatch.pipelined_chunks(*sent):
         assert numbers.tolist() == list(range(6))
         assert torch.equal(here, gathered)
-        home.give(here)
-    added = rows.add_up(home.arrived(), torch.float64, TorchRows())
+        combine.send(here)
+    added = rows.add_up(combine.wait(), torch.float64, TorchRows())
     assert added.tolist() == [(n * x[t]).tolist() for t, n in enumerate((2, 1, 2, 1))]
 
 
-@pytest.mark.parametrize("softmax", [True, False])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("scope", ["sequence", "microbatch"])
 @pytest.mark.parametrize("first_only", [True, False])
 def test_gradient_of_the_logits_is_that_of_the_formulas(
-    softmax: bool, normalise: bool, scope: Scope, first_only: bool
+    scores: str, normalise: bool, scope: Scope, first_only: bool
 ) -> None:
     """Of sum over choices of grad x weight, and of the terms as the module says them."""
     how = Routing(
         6,
         3,
-        softmax=softmax,
+        scores=scores,
         normalise=normalise,
         scale=1.7,
         balance=0.3,
@@ -187,7 +188,7 @@ def test_gradient_of_the_logits_is_that_of_the_formulas(
         z=0.2,
     )
     logits = logits_of(6).requires_grad_()
-    p = logits.softmax(-1) if softmax else logits.sigmoid()
+    p = logits.softmax(-1) if scores == "softmax" else logits.sigmoid()
     ids = routing.experts_of(routing.choose(p.detach(), how, SEQUENCES))
     weight = p.gather(1, ids)
     if normalise:
@@ -234,17 +235,17 @@ BANDWIDTHS = (4.0, 2.0, 1.0, 1.0)
 
 def pull(logits: Tensor, counts: Tensor, how: Routing) -> Tensor:
     """Gradient of the balance term at logits [tokens, experts], with so many choices of each."""
-    p = routing.scores(logits, how)
+    p = how.router.scores(logits)
     ids = p.topk(how.top_k).indices
     distance = routing.distances(BANDWIDTHS, how.experts, p.dtype)
     nothing = torch.zeros(len(p), how.top_k, dtype=p.dtype)
     return routing.logits_grad(nothing, logits, p, ids, counts[None], how, 1.0, distance)
 
 
-@pytest.mark.parametrize("softmax", [True, False])
-def test_no_gradient_where_choices_are_as_bandwidths(softmax: bool) -> None:
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_no_gradient_where_choices_are_as_bandwidths(scores: str) -> None:
     """Row 7.16 (TA-MoE), at any scores; from an even split it is towards near experts."""
-    how = Routing(8, 2, softmax=softmax, balance=0.7)
+    how = Routing(8, 2, scores=scores, balance=0.7)
     optimum = torch.tensor([4, 4, 2, 2, 1, 1, 1, 1]) * 9
     assert pull(logits_of(8), optimum, how).abs().max() < 1e-16
     even = pull(logits_of(8), torch.full((8,), 18), how)
@@ -259,10 +260,10 @@ def test_choices_come_to_be_as_bandwidths() -> None:
     how = Routing(8, 2, balance=1.0)
     logits = torch.zeros(1, 8, dtype=torch.float64)
     for _ in range(600):
-        counts = (routing.scores(logits, how)[0] * 1e12).long()
+        counts = (how.router.scores(logits)[0] * 1e12).long()
         logits -= pull(logits, counts, how)
     share = torch.tensor([4, 4, 2, 2, 1, 1, 1, 1], dtype=torch.float64) / 16
-    torch.testing.assert_close(routing.scores(logits, how)[0], share, rtol=1e-6, atol=0)
+    torch.testing.assert_close(how.router.scores(logits)[0], share, rtol=1e-6, atol=0)
 
 
 def test_distances_are_one_on_average_and_where_all_are_alike() -> None:

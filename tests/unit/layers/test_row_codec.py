@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.layers.moe_specs import wire_bytes
-from megapipe.layers.row_codec import CODECS
+from megapipe.layers.moe.row_codec import CODECS
+from megapipe.layers.moe.specs import wire_bytes
 
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11,
             torch.bfloat16: 2.0**-8}  # fmt: skip

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megapipe.config import ActivationsConfig, Config
+from megapipe.config.activations import ActivationsConfig
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import BlockPolicy
 from megapipe.layout.activations import recomputed_stages, stage_spans

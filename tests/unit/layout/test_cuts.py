@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.costs import relative_cost, stage_work
 from megapipe.layout.cuts import check_timeable, slice_time

@@ -3,12 +3,16 @@
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.experts import ExpertsConfig
 from megapipe.errors import ConfigError
-from megapipe.experts_config import ExpertsConfig
-from megapipe.layout.dispatch import bandwidths, on_nodes
 from megapipe.layout.layout import Layout
+from megapipe.layout.measurements import ExpertForm
+from megapipe.layout.moe.dispatch import bandwidths, on_nodes
 from megapipe.layout.resolve import resolve
+from megapipe.plan.measurements import BY_UNITS
+from megapipe.plan.moe.ways import experts_sent
+from megapipe.plan.units import Units
 
 BASE = ("model.hidden=64", "model.heads=8", "model.vocab_size=512", "train.global_batch=192")
 AUTO = "experts.dispatch=auto"
@@ -18,7 +22,8 @@ CODECS = ("none", "bf16", "int8")
 
 
 def plan(*overrides: str) -> tuple[Config, Layout]:
-    return resolve(parse([*BASE, "model.moe.experts=16", *overrides]).config, None, None)
+    given = parse([*BASE, "model.moe.experts=16", *overrides]).config
+    return resolve(given, None, None, measure=BY_UNITS)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +45,8 @@ def test_auto_gathers_where_tokens_have_more_choices_than_there_are_ranks(
     """Numbers of choices, and of ranks with other experts: rows go to all that share one."""
     keys = (f"model.moe.top_k={top_k}", f"parallel.ep={ep}", f"parallel.etp={etp}")
     wide = ("parallel.dp=8", "model.moe.normalise=false", "model.moe.ffn=4096")
-    config, layout = plan(*wide, *keys, AUTO)
+    config, _ = plan(*wide, *keys, AUTO)
     assert config.experts.dispatch == form
-    assert layout.model.conditions.dispatch == form
     assert resolve(config, None, None)[0] == config
 
 
@@ -171,12 +175,34 @@ def test_sixteen_times_fewer_bytes_where_rows_are_sixteen_times_the_matrices() -
     sent = {}
     for form in ("all_to_all", "fetch"):
         keys = ("parallel.dp=2", "parallel.ep=2", "train.microbatch=32", f"experts.dispatch={form}")
-        _, layout = plan(*keys, *sizes)
-        family = layout.model
-        each = family.token_traffic(family.whole, 32, 64)
-        sent[form] = sum(e.bytes for e in each if e.what == "F")
-    weights = family.layers * tokens * 2 * 4
+        each = experts_sent(Units(*plan(*keys, *sizes)).of_layer(0, form), "F")
+        sent[form] = sum(e.bytes for e in each)
+    weights = tokens * 2 * 4
     assert sent["all_to_all"] - weights == 16 * sent["fetch"]
+
+
+OPEN = ("parallel.dp=2", "parallel.ep=2", AUTO, "experts.chunks=auto", "log.peak_tflops=0.001")
+SMALL = ("model.moe.ffn=8", "model.bias=false", "train.microbatch=32", "parallel.latency_us=0")
+
+
+def test_auto_stays_until_somebody_measures() -> None:
+    """Processes that have not met have a layout by which they can, of rows in one chunk."""
+    keys = ("model.moe.experts=16", *OPEN, *SMALL)
+    config, layout = resolve(parse([*BASE, *keys]).config, None, None)
+    assert (config.experts.dispatch, config.experts.chunks) == ("auto", "auto")
+    assert not layout.is_final
+    assert resolve(config, None, None, before=layout) == (config, layout)
+    known = resolve(config, None, None, before=layout, measure=BY_UNITS)
+    assert known == plan(*keys)
+    assert (known[0].experts.dispatch, known[0].experts.chunks) == ("fetch", 8)
+    assert known[1].is_final
+
+
+def test_what_is_chosen_is_checked() -> None:
+    wrong = BY_UNITS._replace(experts=lambda config, layout: ExpertForm("fetch", 9))
+    given = parse([*BASE, "model.moe.experts=16", *OPEN]).config
+    with pytest.raises(ConfigError, match=r"experts\.chunks=9 is more than the 8 experts that a"):
+        resolve(given, None, None, measure=wrong)
 
 
 def test_where_no_experts_travel_auto_is_nothing() -> None:

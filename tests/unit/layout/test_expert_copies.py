@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.experts import ExpertsConfig
 from megapipe.errors import ConfigError
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool_file import write_pools
-from megapipe.experts_config import ExpertsConfig
-from megapipe.layout.expert_copies import check_pool, ranks_of_a_node
+from megapipe.layout.moe.replicas import check_pool, ranks_of_a_node
 from megapipe.layout.resolve import resolve
+from megapipe.plan.measurements import BY_UNITS
 
 BASE = ("model.hidden=64", "model.heads=8", "model.vocab_size=512", "train.global_batch=192")
 SPLIT = ("model.moe.experts=8", "parallel.dp=4", "parallel.ep=4")
@@ -20,7 +21,7 @@ BALANCE = ("experts.policy=balance", "experts.slots=2")
 
 
 def plan(*overrides: str, world: int | None = None) -> Config:
-    return resolve(parse([*BASE, *overrides]).config, world, None)[0]
+    return resolve(parse([*BASE, *overrides]).config, world, None, measure=BY_UNITS)[0]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def plan(*overrides: str, world: int | None = None) -> Config:
         ),
         (
             (*SPLIT, "parallel.ep=1", "parallel.etp=2", *BALANCE),
-            "experts.policy=balance has nothing to hold with parallel.ep=1, where each rank has",
+            "experts.policy=balance, experts.slots=2 have no effect without parallel.ep above 1",
         ),
         (
             (*SPLIT, "experts.slots=2"),

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
 from megapipe.plan.activation_memory import peak_activations
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.units import Units
 from megapipe.schedule.generators import build
 from megapipe.schedule.memory import peak_held, peak_weighted
@@ -34,7 +34,7 @@ SCORES = "model.dropout=0.1"
 
 
 def configure(*keys: str) -> tuple[Config, Layout]:
-    return resolve(parse([*BASE, *keys]).config, None, None, freed=freed_share)
+    return resolve(parse([*BASE, *keys]).config, None, None, measure=BY_UNITS)
 
 
 def share(config: Config, layout: Layout) -> Fraction:
@@ -104,7 +104,7 @@ def test_it_is_known_with_the_tokenizer() -> None:
     keys = ("pipeline.schedule=zb_1p", SCORES)
     config, layout = configure(*keys, "data.tokenizer=some/where")
     assert layout.freed == 0
-    _, known = resolve(config, None, BYTE_VOCABULARY, before=layout, freed=freed_share)
+    _, known = resolve(config, None, BYTE_VOCABULARY, before=layout, measure=BY_UNITS)
     other = configure(*keys)[1]
     assert (known.freed, known.schedule.ops) == (other.freed, other.schedule.ops)
 
@@ -114,7 +114,7 @@ def test_a_layout_is_final_once_it_is_measured() -> None:
     keys = ("pipeline.schedule=zb_1p", SCORES, "pipeline.memory_limit=4")
     config, early = resolve(parse([*BASE, *keys]).config, None, BYTE_VOCABULARY)
     assert early.schedule.whole_microbatches == 1
-    _, known = resolve(config, None, BYTE_VOCABULARY, before=early, freed=freed_share)
+    _, known = resolve(config, None, BYTE_VOCABULARY, before=early, measure=BY_UNITS)
     final = configure(*keys)[1]
     assert final.freed > 0
     assert (known.freed, known.schedule.ops) == (final.freed, final.schedule.ops)

@@ -3,7 +3,7 @@
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli import dump, parse
+from megapipe.config.moe import MoEConfig
+from megapipe.config.presets import find, names
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.moe_config import MoEConfig
-from megapipe.presets import find, names
 from tests.parity.other_values import ALONE, BESIDE
 
 BETWEEN = r", (?=[a-z]+\.)"
@@ -52,8 +52,8 @@ REFUSED = [
      "1, or that"),
     ("activations.keep_attention=true", "", "where attention is not run again",
      "false, or activations.policy=full, stage or selective with attention"),
-    ("numbers.spike=stop, numbers.spike_window=9", "", "without numbers.spike_factor",
-     "rewind and 100, or that"),
+    ("numbers.spike_window=9, numbers.spike=stop", "", "without numbers.spike_factor",
+     "100 and rewind, or that"),
     ("numbers.most_skipped=2", "",
      "without numbers.non_finite=skip, or numbers.spike=skip with numbers.spike_factor",
      "10, or that"),
@@ -64,9 +64,9 @@ REFUSED = [
     ("checkpoint.load_only=weights, checkpoint.upcycle=true", "model.moe.experts=4",
      "without checkpoint.load", "all and false, or that"),
     ("log.wandb_project=x", "", "without log.wandb=online or offline", "megapipe, or that"),
-    (("model.moe.top_k=1, experts.chunks=2, experts.pad=true, parallel.ep=2, "
+    (("model.moe.top_k=1, parallel.ep=2, experts.chunks=2, experts.pad=true, "
       "checkpoint.upcycle=true, log.experts_every=9"), "", "without model.moe.experts",
-     "2, 1, false, 1, false and 100, or that"),
+     "2, 1, 1, false, false and 100, or that"),
     ("experts.chunks=2, experts.codec=int8", "model.moe.experts=4",
      "without parallel.ep or parallel.etp above 1", "1 and none, or that"),
     ("experts.policy=balance, experts.slots=1, experts.replan=5", "model.moe.experts=4",
@@ -102,7 +102,7 @@ REFUSED = [
     ("model.norm_offset=true", "", "without model.norm=rmsnorm", "false, or that"),
     ("model.rotary_base=9.0, model.rotary_share=0.5, model.rotary_scaling=linear", "",
      "without model.positions=rotary", "10000.0, 1.0 and none, or that"),
-    ("model.full_attention_every=2, model.rotary_local_base=9.0", "model.positions=rotary",
+    ("model.rotary_local_base=9.0, model.full_attention_every=2", "model.positions=rotary",
      "without model.window", "null and null, or that"),
     ("model.rotary_factor=2.0", "model.positions=rotary", "without model.rotary_scaling",
      "1.0, or that"),
@@ -162,8 +162,8 @@ REFUSED = [
     ("data.split=9,1", "", "with data.source=stdlib, which is Python's standard library",
      "null, and data.validation_fraction, data.validation.NAME or data.test.NAME"),
     ("data.reset_positions=true", "", "without data.document_mask=true", "false, or that"),
-    ("data.fim_tokens=[a, b, c], data.fim_spm_rate=0.1", "", "without data.fim_rate above 0",
-     "null and 0.5, or that"),
+    ("data.fim_spm_rate=0.1, data.fim_tokens=[a, b, c]", "", "without data.fim_rate above 0",
+     "0.5 and null, or that"),
     (("data.prompt_field=a, data.completion_field=b, data.messages_field=c, "
       "data.chat_template=d, data.train_on=last"), "", "without data.samples=supervised",
      "prompt, completion, messages, null and all, or that"),
@@ -200,6 +200,7 @@ TAKEN = [
     "data.document_mask=true data.samples=packed",
     "data.validation_fraction=0 data.validation.x=a.txt",
     "pipeline.scatter_gather=off",
+    "model.full_attention_every=6",
 ]
 """Keys that are taken where they have no effect (docs/decisions/layout.md)."""
 WITH_EFFECT = [

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli import dump, parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.layout.checks import shortened
 from megapipe.layout.resolve import resolve
 from megapipe.layout.slices import balanced_slices
 from megapipe.model.partition import format_layout
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.memory import peak_held
@@ -148,7 +148,7 @@ def test_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     _, layout = resolve(configure("parallel.pp=2", "pipeline.schedule=own.csv"), None, None)
     assert layout.schedule.ops == ours.ops
     own = "pipeline.schedule=own_schedules:up_and_down"
-    _, layout = resolve(configure("parallel.pp=2", own), None, None, freed=freed_share)
+    _, layout = resolve(configure("parallel.pp=2", own), None, None, measure=BY_UNITS)
     assert layout.schedule.placement == vee(2)
     assert (layout.stages, layout.chunks) == (4, 2)
 
@@ -218,7 +218,7 @@ def test_auto_begins_with_split_backwards_on_the_placement(
     settings: tuple[str, ...], placement: Placement
 ) -> None:
     given = ("parallel.pp=2", "pipeline.schedule=auto", "model.layers=8", *settings)
-    _, layout = resolve(configure(*given), None, None, freed=freed_share)
+    _, layout = resolve(configure(*given), None, None, measure=BY_UNITS)
     assert layout.schedule.placement == placement
     kinds = {op.kind for rank in range(2) for op in layout.schedule.rank_ops(rank)}
     assert kinds == {Kind.F, Kind.I, Kind.W}
@@ -231,7 +231,7 @@ def test_auto_begins_with_split_backwards_on_the_placement(
 def test_auto_begins_within_the_memory_limit(settings: tuple[str, ...], limit: int) -> None:
     given = ("parallel.pp=4", "pipeline.schedule=auto", "model.layers=8", "train.global_batch=8")
     config = configure(*given, f"pipeline.memory_limit={limit}", *settings)
-    _, layout = resolve(config, None, None, freed=freed_share)
+    _, layout = resolve(config, None, None, measure=BY_UNITS)
     assert layout.schedule.whole_microbatches == layout.microbatches
     assert max(peak_held(layout.schedule)) <= limit
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.checks import shortened
 from megapipe.layout.lr_plan import ARGUMENTS, LearningRatePlan

@@ -7,10 +7,10 @@ import pytest
 import megapipe.layout.devices
 import megapipe.layout.resolve
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 
 BASE = ("model.layers=8", "model.heads=8", "model.hidden=64", "train.global_batch=48")
 
@@ -36,15 +36,15 @@ def test_an_order_is_made_and_proved_once(schedule: str, monkeypatch: pytest.Mon
         lambda order: proved.append(order.whole_microbatches) or prove(order),
     )
     keys = ("parallel.pp=2", f"pipeline.schedule={schedule}")
-    config, layout = resolve(configure(*keys), None, None, freed=freed_share)
+    config, layout = resolve(configure(*keys), None, None, measure=BY_UNITS)
     assert (made.count(layout.microbatches), proved) == (1, [layout.microbatches])
     made.clear(), proved.clear()
-    known = {"before": layout, "freed": freed_share}
+    known = {"before": layout, "measure": BY_UNITS}
     assert resolve(config, None, BYTE_VOCABULARY, **known) == (config, layout)
     assert (made, proved) == ([], [])
 
     config, layout = resolve(configure(*keys, "data.tokenizer=some/where"), None, None)
-    again, other = resolve(config, None, BYTE_VOCABULARY, before=layout, freed=freed_share)
+    again, other = resolve(config, None, BYTE_VOCABULARY, before=layout, measure=BY_UNITS)
     assert (made.count(other.microbatches), proved.count(other.microbatches)) == (1, 1)
     assert again.model.vocab_size == BYTE_VOCABULARY
     assert other.schedule.whole_microbatches == other.microbatches

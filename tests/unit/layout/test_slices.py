@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
+from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.slice_time import SliceTime
 from megapipe.layout.slices import balanced_slices, fastest_slices
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.flops import causal_flops, layer_flops
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build

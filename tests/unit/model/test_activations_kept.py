@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megapipe.config.model import ModelConfig
 from megapipe.engine.stage import Stage
 from megapipe.layers import offload
 from megapipe.layers.microbatch import MicroBatch
@@ -25,7 +26,6 @@ from megapipe.layers.weight_grad import WeightGradQueue, WeightGradTask
 from megapipe.layout.activations import stage_spans
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.block import Block
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.mlp import MLP
 from megapipe.model.partition import StageSpec
 from tests.parity import reference
@@ -91,7 +91,7 @@ def test_the_input_of_a_stage_is_a_leaf_unless_it_is_put_away(name: str) -> None
     stage = middle(model, name)
     stage.forward((0, 0), hidden(model), microbatch(model, 0))
     put_away = spans_of(name)[0].policy.offloads_input
-    assert isinstance(stage._in_flight[0, 0].input, Entrance) == put_away
+    assert isinstance(stage._in_flight[0, 0][0], Entrance) == put_away
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.assembly.kernels import select_kernels
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.engine.stage import Stage
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import BlockPolicy, Span

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.generate.reading import Reading
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.model.gpt.config import ModelConfig
 from tests.parity.held_models import held_model
 from tests.parity.marks import in_parts
 from tests.parity.reference import assert_grads_close, init_random, random_batch

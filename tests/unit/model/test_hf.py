@@ -22,11 +22,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from megapipe.config.model import ModelConfig
+from megapipe.config.moe import MoEConfig
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import class_of, config_from_hf, config_to_hf, row_of
 from megapipe.model.gpt.hf.weights import entries, from_hf, to_hf
-from megapipe.model.gpt.moe_config import MoEConfig
 from tests.parity.reference import init_random, logits, random_batch
 from tests.unit.model.transformers_models import (
     FAMILIES,

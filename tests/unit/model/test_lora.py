@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Axis
 from megapipe.errors import ConfigError
 from megapipe.layers.lora_specs import Lora
-from megapipe.layers.parameter import Sharding, local_parameter
+from megapipe.layers.parameter import Sharding, new_parameter, spec_of
 from megapipe.layers.specs import by_name
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused_in_a_line(keys: dict[str, Any], words: str) -
 
 def initial(spec: Any, tp: int, index: int) -> Tensor:
     axis = Axis(tp, index, tuple(range(tp)), None)
-    local = local_parameter(Sharding(axis, False, torch.float64), spec)
+    local = spec_of(new_parameter(Sharding(axis, False, torch.float64), spec))
     out = torch.full(local.sizes, torch.nan, dtype=torch.float64)
     local.initialise(out, 7)
     return out

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.layers import ColumnLinear, Linear, RowLinear

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megapipe.cli import flatten, parse, stored_model
+from megapipe.config.model import ModelConfig
+from megapipe.config.moe import MoEConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.family import GPT
-from megapipe.model.gpt.moe import mixture_parameters
-from megapipe.model.gpt.moe_config import MoEConfig
+from megapipe.model.gpt.moe.layers import mixture_parameters
 from megapipe.model.interface import Conditions
 from megapipe.model.partition import StageSpec
 

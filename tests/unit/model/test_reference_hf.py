@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 from tests.parity.marks import in_parts
 from tests.parity.reference import (
     assert_grads_close,

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.bloom.modeling_bloom import BloomMLP
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.moe import MoEConfig
 from megapipe.model.gpt.hf.config import class_of, config_to_hf
 from megapipe.model.gpt.hf.weights import from_hf, to_hf
-from megapipe.model.gpt.moe_config import MoEConfig
 
 GPT2 = ModelConfig(
     layers=3, hidden=24, heads=4, vocab_size=37, max_positions=19, norm_eps=1e-4, dtype="fp64"

@@ -7,7 +7,8 @@ import pytest
 
 from megapipe.observe import ValidationRecord
 from megapipe.observe.console import ConsoleSink, duration, step_line, validation_line
-from megapipe.observe.record import RoutingRecord, SourceRecord
+from megapipe.observe.record import SourceRecord
+from megapipe.observe.routing_record import RoutingRecord
 
 
 def test_a_step_line_shows_every_value(make_record):

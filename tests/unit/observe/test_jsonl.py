@@ -6,7 +6,7 @@ import pytest
 
 from megapipe.observe import ValidationRecord
 from megapipe.observe.jsonl import JsonlSink
-from megapipe.observe.record import RoutingRecord
+from megapipe.observe.routing_record import RoutingRecord
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config import Config, LogConfig
+from megapipe.config.config import Config, LogConfig
 from megapipe.errors import ConfigError
 from megapipe.observe import Observer, build_sinks, check_sinks
 from megapipe.observe.jsonl import JsonlSink

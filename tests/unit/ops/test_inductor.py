@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from megapipe.ops import expert_rows, loss, rotary, swiglu
+from megapipe.ops import loss, rotary, swiglu
 from megapipe.ops.activation import Activate
-from megapipe.ops.expert_rows import InductorRows, TorchRows
 from megapipe.ops.loss import InductorLoss, Labels, LossKernel, TorchLoss
+from megapipe.ops.moe import rows as expert_rows
+from megapipe.ops.moe.rows import InductorRows, TorchRows
 from megapipe.ops.probe import choose
 from tests.parity.inductor_kernels import chosen
 

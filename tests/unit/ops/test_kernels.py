@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megapipe.errors import ConfigError
-from megapipe.ops import adam, grouped, norm, swiglu, weight_grad
+from megapipe.ops import adam, norm, swiglu, weight_grad
 from megapipe.ops.adam import AdamStep, torch_adam
+from megapipe.ops.moe import grouped
 from megapipe.ops.probe import Choice, choose
 from tests.unit.ops.fakes import (
     Applied,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.context.positions import Positions
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.rotary import rotary_tables
 from megapipe.ops.rotary import torch_rotate
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megapipe.assembly.kernels import select_kernels
-from megapipe.config import Config, KernelsConfig
+from megapipe.config.config import Config, KernelsConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.family import family_of
 from megapipe.layout.resolve import resolve

@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import Axis, Grid
-from megapipe.layers.parameter import Sharding, spec_of
+from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
 from megapipe.layers.weight_grad import main_grad
-from megapipe.model.gpt.config import ModelConfig
-from megapipe.model.gpt.moe_config import MoEConfig
-from megapipe.model.gpt.stage import GPTStage
+from megapipe.layout.buckets import ALIGNMENT, Sized, aligned, cut, process_buckets
+from megapipe.layout.resolve import resolve
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, main_dtype, make_buckets, owned_parameters
-from megapipe.optim.policy import ZeroPolicy
 from megapipe.optim.shard import Shard
-from megapipe.plan.buckets import ALIGNMENT, Sized, aligned, cut
+from megapipe.schedule.generators import gpipe_on
+from megapipe.schedule.placement import Placement
 
-MODEL = ModelConfig(layers=2, hidden=6, heads=2, vocab_size=11).resolved(
-    vocab_size=11, sequence_length=5
-)
 WORD = "embedding.word.weight"
 
 
 def group(size: int, index: int = 0) -> Axis:
     """A place in a group that is never asked to communicate."""
     return Axis(size=size, index=index, ranks=tuple(range(size)), group=None)
-
-
-def stage(
-    spec: StageSpec, *, tp: int = 2, dtype: torch.dtype = torch.bfloat16, tied: bool = True
-) -> GPTStage:
-    model = MODEL.model_copy(update={"tied_embeddings": tied})
-    return GPTStage(model, spec, Sharding(group(tp, tp - 1), True, dtype))
 
 
 class FakeMesh:
@@ -63,29 +53,59 @@ class FakeMesh:
         return axis
 
 
-ONE_HOLDER = ((0,), (0,), (0,))
-
-
-def buckets_of(
-    modules: dict[int, GPTStage],
-    *,
-    dp: int = 4,
-    holders: Sequence[Sequence[int]] = ONE_HOLDER,
-    mesh: FakeMesh | None = None,
-    policy: ZeroPolicy | None = None,
-) -> list[Bucket]:
-    fake: Any = mesh or FakeMesh(dp)
-    return make_buckets(modules, fake, policy or ZeroPolicy(), holders=holders)
-
-
 FIRST = StageSpec(embedding=True, layers=range(1), head=False)
 MIDDLE = StageSpec(embedding=False, layers=range(1, 2), head=False)
 LAST = StageSpec(embedding=False, layers=range(2, 2), head=True)
 
 
+STAGES = (FIRST, MIDDLE, LAST)
+TREE: dict[str, dict[str, Any]] = {
+    "model": {"layers": 2, "hidden": 6, "heads": 2, "dtype": "bf16"},
+    "parallel": {"pp": 2, "tp": 2},
+    "train": {"sequence_length": 6, "microbatch": 1},
+}
+
+
+class Made(NamedTuple):
+    """Stages of rank 0, and their buckets."""
+
+    modules: Mapping[int, Any]
+    buckets: list[Bucket]
+
+
+def made(
+    *here: int,
+    dp: int = 4,
+    holders: Sequence[Sequence[int]] = (),
+    stages: Sequence[StageSpec] = STAGES,
+    mesh: FakeMesh | None = None,
+    **sections: dict[str, Any],
+) -> Made:
+    """The stages `here`, which rank 0 alone holds, or those that `holders` say, with buckets."""
+    tree = {name: TREE.get(name, {}) | sections.get(name, {}) for name in TREE | sections}
+    tree["parallel"] = tree["parallel"] | {"dp": dp}
+    tree["train"] = tree["train"] | {"global_batch": 2 * dp}
+    config, layout = resolve(Config.model_validate(tree), None, 11)
+    on = holders or [(0,) if number in here else (1,) for number in range(len(stages))]
+    rows = tuple(tuple(own[i % len(own)] for own in on) for i in range(max(map(len, on))))
+    placement = Placement(1 + max(map(max, rows)), rows)
+    layout = replace(
+        layout, pp=placement.ranks, schedule=gpipe_on(placement, 2), stage_layers=tuple(stages)
+    )
+    tp = config.parallel.tp
+    sharding = Sharding(group(tp, tp - 1), tp > 1, TORCH_DTYPES[config.model.dtype])
+    modules = {s: layout.model.build(stages[s], sharding) for s in placement.stages_of(0)}
+    plans = list(process_buckets(config, layout, 0))
+    fake: Any = mesh or FakeMesh(dp)
+    buckets = make_buckets(plans, modules, fake)
+    uses = [0 if plan.frozen else plan.uses for plan in plans]
+    assert [len(bucket.grads) for bucket in buckets] == uses
+    return Made(modules, buckets)
+
+
 @pytest.mark.parametrize("dp", [1, 4, 7])
 def test_entries_lie_end_to_end_in_a_length_that_the_group_divides(dp: int) -> None:
-    (bucket,) = buckets_of({1: stage(MIDDLE)}, dp=dp)
+    (bucket,) = made(1, dp=dp).buckets
     assert bucket.entries[0].start == 0
     assert all(b.start in (a.stop, aligned(a.stop)) for a, b in itertools.pairwise(bucket.entries))
     assert all(entry.stop - entry.start == entry.spec.numel for entry in bucket.entries)
@@ -100,7 +120,7 @@ def test_ranks_that_update_the_same_slice_share_out_all_of_it(shards: int, copie
     """Whatever their number is, as with ZeRO-0 and hybrid shards, each counts an equal part."""
     counted: list[int] = []
     for index, copy in itertools.product(range(shards), range(copies)):
-        parameters = list(owned_parameters(stage(MIDDLE)))
+        parameters = list(owned_parameters(made(1).modules[1]))
         axes = group(shards, index), group(copies, copy)
         bucket = Bucket(1, parameters, axes[0], torch.device("cpu"), replicate=axes[1])
         shard = Shard(bucket, group(2))
@@ -111,7 +131,7 @@ def test_ranks_that_update_the_same_slice_share_out_all_of_it(shards: int, copie
 
 
 def test_segments_have_equal_properties_and_cover_every_parameter() -> None:
-    (bucket,) = buckets_of({1: stage(MIDDLE)})
+    (bucket,) = made(1).buckets
     segments = list(bucket.segments())
     assert segments[0].start == 0
     assert segments[-1].stop == bucket.entries[-1].stop
@@ -127,10 +147,10 @@ def test_segments_have_equal_properties_and_cover_every_parameter() -> None:
     assert kinds == [(True, True), (False, True), (False, False)], "decay first, split first"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_parameters_and_main_gradients_are_views_of_the_buffers(dtype: torch.dtype) -> None:
-    module = stage(MIDDLE, dtype=dtype)
-    (bucket,) = buckets_of({1: module})
+@pytest.mark.parametrize("name", ["bf16", "fp32", "fp64"])
+def test_parameters_and_main_gradients_are_views_of_the_buffers(name: str) -> None:
+    modules, (bucket,) = made(1, model={"dtype": name})
+    module, dtype = modules[1], TORCH_DTYPES[name]
     main = torch.float64 if dtype == torch.float64 else torch.float32
     assert main_dtype(dtype) == main
     assert (bucket.weights.dtype, bucket.grads[0].dtype) == (dtype, main)
@@ -151,28 +171,38 @@ def test_parameters_and_main_gradients_are_views_of_the_buffers(dtype: torch.dty
     assert not any(main_grad(parameter).any() for parameter in parameters)
 
 
+KINDS = {
+    "trained": {(False, False), (True, False)},
+    "adapted": {(False, False), (False, True), (True, True)},
+}
+"""Kinds of buckets of a stage with experts: (experts, frozen)."""
+
+
+@pytest.mark.parametrize("what", KINDS)
 @pytest.mark.parametrize("chunk_mib", [None, 1e-6])
-def test_no_two_buckets_of_a_stage_begin_at_the_same_place(chunk_mib: float | None) -> None:
+def test_no_two_buckets_of_a_stage_begin_at_the_same_place(
+    what: str, chunk_mib: float | None
+) -> None:
     """Of experts, of frozen weights, of pieces that are reduced apart: values are rounded by random
     numbers of their places."""
-    moe = MoEConfig(experts=2, every=2, ffn=8, group_top_k=1)
-    model = MODEL.model_copy(update={"moe": moe, "layers": 3})
-    spec = StageSpec(embedding=False, layers=range(3), head=False)
-    module = GPTStage(model, spec, Sharding(group(1), False, torch.bfloat16))
-    owned = list(owned_parameters(module))
-    for each in owned[:4]:
-        cast(Any, each.parameter).spec = replace(spec_of(each.parameter), frozen=True)
-    buckets = buckets_of({0: module}, policy=ZeroPolicy(chunk_mib=chunk_mib))
-    assert {(bucket.experts, bucket.frozen) for bucket in buckets} == {
-        *((False, False), (True, False), (False, True))
-    }
-    assert len(buckets) == 3 if chunk_mib is None else len(buckets) > 4
+    moe = {"experts": 2, "every": 2, "ffn": 8, "group_top_k": 1}
+    buckets = made(
+        0,
+        stages=(StageSpec(embedding=False, layers=range(3), head=False), LAST),
+        model={"moe": moe, "layers": 3},
+        parallel={"pp": 2, "tp": 1},
+        optimizer={"reduce_chunk_mib": chunk_mib},
+        lora={"rank": 2} if what == "adapted" else {},
+    ).buckets
+    assert {(bucket.over_ep, bucket.frozen) for bucket in buckets} == KINDS[what]
+    whole = len(KINDS[what])
+    assert len(buckets) == whole if chunk_mib is None else len(buckets) > whole
     places = sorted((bucket.start, bucket.start + bucket.entries[-1].stop) for bucket in buckets)
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(places))
 
 
 def test_a_bucket_per_stage_and_one_for_the_tied_embedding() -> None:
-    buckets = buckets_of({2: stage(LAST), 0: stage(FIRST)})
+    buckets = made(2, 0).buckets
     assert [bucket.index for bucket in buckets] == [0, 2, 3], "the tied one comes last"
     names = [{entry.spec.name for entry in bucket.entries} for bucket in buckets]
     assert WORD not in names[0] | names[1]
@@ -181,8 +211,7 @@ def test_a_bucket_per_stage_and_one_for_the_tied_embedding() -> None:
 
 
 def test_a_tied_embedding_on_one_rank_is_one_entry_with_two_gradients() -> None:
-    modules = {0: stage(FIRST), 2: stage(LAST)}
-    *_, tied = buckets_of(modules)
+    modules, (*_, tied) = made(0, 2)
     embedding, head = modules[0].embedding, modules[2].head
     assert embedding is not None
     assert head is not None
@@ -198,16 +227,15 @@ def test_a_tied_embedding_on_one_rank_is_one_entry_with_two_gradients() -> None:
     assert not any(grad.any() for grad in tied.grads)
 
 
-@pytest.mark.parametrize("spec", [FIRST, LAST], ids=["first", "last"])
-def test_a_holder_of_one_use_has_one_gradient(spec: StageSpec) -> None:
-    *_, tied = buckets_of({0: stage(spec)})
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_holder_of_one_use_has_one_gradient(stage: int) -> None:
+    *_, tied = made(stage).buckets
     assert [entry.spec.name for entry in tied.entries] == [WORD]
     assert len(tied.grads) == 1
 
 
 def test_untied_embedding_and_head_stay_with_their_stages() -> None:
-    modules = {0: stage(FIRST, tied=False), 2: stage(LAST, tied=False)}
-    buckets = buckets_of(modules)
+    buckets = made(0, 2, model={"tied_embeddings": False}).buckets
     assert [bucket.index for bucket in buckets] == [0, 2]
     assert [len(bucket.grads) for bucket in buckets] == [1, 1]
     assert WORD in {entry.spec.name for entry in buckets[0].entries}
@@ -215,13 +243,13 @@ def test_untied_embedding_and_head_stay_with_their_stages() -> None:
 
 
 def test_a_stage_without_parameters_of_its_own_has_no_bucket() -> None:
-    module = stage(StageSpec(embedding=False, layers=range(1, 1), head=False))
-    assert buckets_of({1: module}) == []
+    empty = StageSpec(embedding=False, layers=range(1, 1), head=False)
+    assert made(1, stages=(FIRST, empty, LAST)).buckets == []
 
 
 def test_where_every_stage_has_one_holder_no_group_is_made() -> None:
     mesh = FakeMesh(dp=2)
-    buckets = buckets_of({0: stage(FIRST), 2: stage(LAST)}, mesh=mesh)
+    buckets = made(0, 2, dp=2, mesh=mesh, model={"tied_embeddings": False}).buckets
     assert all(bucket.shard is mesh.dp for bucket in buckets)
     assert mesh.made == []
 
@@ -229,8 +257,7 @@ def test_where_every_stage_has_one_holder_no_group_is_made() -> None:
 def test_a_replicated_stage_shares_its_bucket_with_all_its_holders() -> None:
     """Two pipelines in opposite directions: this rank holds a stage of each."""
     mesh = FakeMesh(dp=2)
-    modules = {0: stage(FIRST), 2: stage(LAST)}
-    first, last, tied = buckets_of(modules, mesh=mesh, holders=((0, 3), (1, 2), (3, 0)))
+    first, last, tied = made(dp=2, mesh=mesh, holders=((0, 3), (1, 2), (3, 0))).buckets
     assert mesh.made == [(0, 1, 6, 7)], "dp x holders, and one group for the same holders"
     assert first.shard is last.shard is tied.shard
     assert first.shard.size == 4
@@ -239,22 +266,20 @@ def test_a_replicated_stage_shares_its_bucket_with_all_its_holders() -> None:
 
 def test_stages_with_other_holders_have_a_group_of_their_own() -> None:
     mesh = FakeMesh(dp=1)
-    modules = {0: stage(FIRST), 1: stage(MIDDLE), 2: stage(LAST)}
-    first, middle, last, tied = buckets_of(modules, mesh=mesh, holders=((0, 3), (0,), (0, 2)))
-    assert mesh.made == [(0, 3), (0, 2), (0, 2, 3)]
-    assert (first.shard.ranks, last.shard.ranks) == ((0, 3), (0, 2))
+    first, middle, last, tied = made(dp=1, mesh=mesh, holders=((0, 2), (0,), (0, 1))).buckets
+    assert mesh.made == [(0, 2), (0, 1), (0, 1, 2)]
+    assert (first.shard.ranks, last.shard.ranks) == ((0, 2), (0, 1))
     assert middle.shard.size == 1
-    assert tied.shard.ranks == (0, 2, 3), "those of the first and of the last stage, once each"
+    assert tied.shard.ranks == (0, 1, 2), "those of the first and of the last stage, once each"
 
 
-@pytest.mark.parametrize(("first", "last"), [((0,), (3,)), ((3,), (0,)), ((0, 3), (3, 0))])
+@pytest.mark.parametrize(("first", "last"), [((0,), (2,)), ((2,), (0,)), ((0, 2), (2, 0))])
 def test_the_tied_embedding_is_shared_by_the_holders_of_both_ends(
     first: tuple[int, ...], last: tuple[int, ...]
 ) -> None:
     mesh = FakeMesh(dp=2)
-    module = {0: stage(FIRST)} if 0 in first else {2: stage(LAST)}
-    *_, tied = buckets_of(module, mesh=mesh, holders=(first, (1,), last))
-    assert tied.shard.ranks == (0, 1, 6, 7)
+    *_, tied = made(dp=2, mesh=mesh, holders=(first, (1,), last)).buckets
+    assert tied.shard.ranks == (0, 1, 4, 5)
     assert tied.index == 3
 
 
@@ -288,13 +313,13 @@ def test_pieces_are_runs_of_matrices_the_last_first_and_then_the_rest(
 
 
 def test_what_one_process_alone_holds_is_not_cut() -> None:
-    policy = ZeroPolicy(chunk_mib=1e-6)
-    assert len(buckets_of({1: stage(MIDDLE)}, dp=1, policy=policy)) == 1
-    cut_up = buckets_of({1: stage(MIDDLE)}, dp=2, policy=policy)
+    small = {"reduce_chunk_mib": 1e-6}
+    assert len(made(1, dp=1, optimizer=small).buckets) == 1
+    cut_up = made(1, dp=2, optimizer=small).buckets
     first = [bucket.entries[0].spec.name.split(".", 2)[2] for bucket in cut_up]
     assert first == ["mlp.down.weight", "attention.qkv.weight", "attention.qkv.bias"], (
         "the others begin at no multiple of the alignment"
     )
     assert {bucket.index for bucket in cut_up} == {1}
-    shared = buckets_of({1: stage(MIDDLE)}, dp=2, holders=((0,), (0, 1), (1,)), policy=policy)
+    shared = made(dp=2, holders=((1,), (0, 1), (1,)), optimizer=small).buckets
     assert len(shared) == 1

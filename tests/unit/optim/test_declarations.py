@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
+from megapipe.config.update_rules import RULES
 from megapipe.distributed.mesh import Axis
 from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.optim.rules import Rule, build_rule
 from megapipe.optim.shard import Shard
-from megapipe.update_rules import RULES
 from tests.parity.optim_rules import PLAIN, draw, make_shard, model, set_grad
 
 ALONE = Axis.alone()

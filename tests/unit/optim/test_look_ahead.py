@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megapipe.cli import parse
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
+from megapipe.config.update_rules import RULES
 from megapipe.distributed.mesh import Axis
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
@@ -15,7 +16,6 @@ from megapipe.optim.look_ahead import predict
 from megapipe.optim.rules import Rule, build_rule
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import StatePolicy
-from megapipe.update_rules import RULES
 from tests.parity.optim_rules import make_shard
 
 ALONE = Axis.alone()

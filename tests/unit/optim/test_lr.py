@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
 from megapipe.optim.lr import learning_rate
 
 DECAYING = ("cosine", "linear", "wsd")

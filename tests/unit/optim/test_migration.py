@@ -10,7 +10,7 @@ import pytest
 
 from megapipe.distributed.axis import Axis
 from megapipe.experts.map import ExpertMap
-from megapipe.optim.migration import Hop, Piece, hops, ways
+from megapipe.optim.moe.migration import Hop, Piece, hops, ways
 
 Rank = tuple[int, int]
 """Member of the axis of slices, member of ep."""

@@ -9,19 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.numbers import NumbersConfig
 from megapipe.distributed.mesh import Axis, Grid
 from megapipe.layers.parameter import LocalParameter, Sharding
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
-from megapipe.numbers_config import NumbersConfig
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rules import build_rule
 from megapipe.optim.scaler import LossScaler
-from megapipe.train.expert_maps import ExpertMaps
-from megapipe.train.routing_state import RoutingState
 from megapipe.train.totals import Totals
 from megapipe.train.update import Update
 
@@ -70,8 +68,7 @@ def test_gradients_are_clipped_by_the_global_norm(clip: float | None, active: bo
     optimizer, bucket = alone(clip=clip)
     given = bucket.grads[0].clone()
     scaler, numbers = LossScaler(optimizer.config, "bf16"), NumbersConfig()
-    kept = RoutingState({}), ExpertMaps({})
-    update = Update(optimizer.config, optimizer, scaler, *kept, 1, numbers, exact=True)
+    update = Update(optimizer.config, optimizer, scaler, [], 1, numbers, exact=True)
     totals = Totals(tuple(reduced(optimizer).tolist()), 0.0, 1)
     assert totals.norm == pytest.approx(given.double().norm().item(), rel=1e-12)
     optimizer.update(1e-3, update.clipping(totals.norm))
@@ -140,7 +137,7 @@ def test_experts_are_whole_over_etp_and_other_weights_over_tp(rule: str, element
     own: Any = SimpleNamespace(
         mesh=SimpleNamespace(tp=tp, etp=etp, rank=5), rule=build_rule(OptimizerConfig(rule=rule))
     )
-    dense, experts = (SimpleNamespace(experts=value) for value in (False, True))
+    dense, experts = (SimpleNamespace(over_ep=value) for value in (False, True))
     assert Optimizer._parts_of(own, cast(Any, dense)) is tp
     found = Optimizer._parts_of(own, cast(Any, experts))
     assert found.ranks == ((5,) if elementwise else etp.ranks)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
+from megapipe.config.update_rules import RULES
 from megapipe.distributed.mesh import Axis
 from megapipe.optim.rules import build_rule, layerwise
 from megapipe.optim.rules import rule as rule_module
 from megapipe.optim.rules.muon import orthogonalise
 from megapipe.optim.rules.whole import deal
 from megapipe.optim.state_store import StatePolicy
-from megapipe.update_rules import RULES
 from tests.parity.optim_rules import (
     PLAIN,
     RATES,

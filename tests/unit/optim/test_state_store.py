@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megapipe.config import Config, OptimizerConfig
+from megapipe.config.config import Config, OptimizerConfig
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.layout.resolve import resolve
 from megapipe.optim import state_store

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
+from megapipe.config.update_rules import RULES
 from megapipe.distributed.mesh import Axis
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import VELOCITY, StatePolicy
 from megapipe.optim.velocity import decay, followed, move_back
-from megapipe.update_rules import RULES
 from tests.parity.optim_rules import make_shard
 
 ALONE = Axis.alone()

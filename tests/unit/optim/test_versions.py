@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from megapipe.config import OptimizerConfig
+from megapipe.config.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.layers.offload import HostMemory
 from megapipe.layers.recompute import keep

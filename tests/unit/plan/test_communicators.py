@@ -9,7 +9,14 @@ import pytest
 
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
-from megapipe.plan.communicators import CONTEXT, LARGER, PAIR, THREAD_BLOCK, communicators
+from megapipe.plan.communicators import (
+    CONTEXT,
+    CUBLAS,
+    LARGER,
+    PAIR,
+    THREAD_BLOCK,
+    communicators,
+)
 from megapipe.plan.report import report
 from megapipe.schedule.generators import names
 from tests.parity.cases import configure
@@ -77,7 +84,7 @@ def test_their_memory_is_in_the_plan_of_a_gpu() -> None:
     # the last rank: its replicas, those of the tied embedding, two channels
     assert communicators(config, layout, 3).nbytes(2) == 2 * LARGER + 2 * 2 * THREAD_BLOCK
     assert PAIR < LARGER
-    about = (CONTEXT + 2 * LARGER + 4 * THREAD_BLOCK) / 1e9
-    assert f"CUDA and NCCL about {about:.3g} GB" in report(config, layout)
+    about = (CONTEXT + CUBLAS + 2 * LARGER + 4 * THREAD_BLOCK) / 1e9
+    assert f"CUDA and its libraries about {about:.3g} GB" in report(config, layout)
     config, layout = resolve(parse([*given, "parallel.device=cpu"]).config, None, None)
     assert "NCCL" not in report(config, layout)

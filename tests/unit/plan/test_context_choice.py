@@ -7,21 +7,27 @@ import io
 import itertools
 import json
 import re
+from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
-from megapipe.context_config import PLANS, ContextConfig
+from megapipe.config.config import Config
+from megapipe.config.context import PLANS, ContextConfig
+from megapipe.config.unused_keys import check_effects
+from megapipe.context.tensors import RingTensor, RingTensors
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
 from megapipe.layout.context_plan import PASSES
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import peak_activations
+from megapipe.plan.cache import Cache
 from megapipe.plan.commands import main
-from megapipe.plan.context_choice import Cost, Places, attention_of, bytes_sent, cost_of, costs
+from megapipe.plan.context_choice import Attention, Cost, Places, bytes_sent, cost_of, costs
 from megapipe.plan.demand import size_text
 from megapipe.plan.report import report
 from megapipe.plan.units import Units
@@ -78,6 +84,7 @@ def test_what_is_there_is_all_that_is_legal() -> None:
         made = given.model_copy(update={"context": own})
         try:
             split = split_of(made)
+            check_effects(made, "context")
             check_context(made, split, 1)
         except ConfigError:
             continue
@@ -117,14 +124,39 @@ def test_bytes_within_nodes_and_between() -> None:
 )
 def test_bytes_are_those_of_a_run(keys: tuple[str, ...]) -> None:
     """Of one layer, on the first and the last rank."""
+    for found, run in both_ways(keys, None):
+        assert found == run
+
+
+def both_ways(keys: tuple[str, ...], folders: list[Path] | None) -> Iterator[tuple[int, Fraction]]:
+    """Count what two ranks send in the forward and the backward of one layer: by the choice of a
+    way to attend, and in a run, which may be kept in `folders`."""
     more = ("parallel.cp=4", "model.layers=1", "train.sequence_length=64")
     given, layout = resolve(parse([*LONG, *more, *keys]).config, None, None)
-    units, own, places = Units(given, layout), attention_of(given), Places(given)
-    for index in (0, 3):
+    units, own = Units(given, layout, Cache(folders)), Attention.of(given)
+    for index, what in itertools.product((0, 3), PASSES):
         (unit,) = units.of(0, index=index)
-        for what in PASSES:
-            wire = sum(e.wire for e in unit.transfers(what) if e.axis in ("cp", "ulysses"))
-            assert wire == sum(size for _, size in bytes_sent(own, places, what, index)), what
+        sent = [e.wire for e in unit.transfers(what) if e.axis in ("cp", "ulysses")]
+        by_choice = sum(size for _, size in bytes_sent(own, Places(given), what, index))
+        yield by_choice, sum(sent, Fraction())
+
+
+def test_tensors_of_messages_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are described as narrow ones are so in a run, too."""
+    carried, keys = RingTensors.carried, ("context.travels=keys",)
+    before = list(both_ways(keys, []))
+
+    def narrow(*args: Any, **kwargs: Any) -> tuple[RingTensor, ...]:
+        return tuple(tensor._replace(main=False) for tensor in carried(*args, **kwargs))
+
+    monkeypatch.setattr(RingTensors, "carried", narrow)
+    after = list(both_ways(keys, []))
+    assert all(found == run for found, run in after)
+    # keys in the forward, and with gradients of the same type in the backward: twice, not thrice
+    (forward, _), (backward, _) = after[:2]
+    assert backward == 2 * forward
+    assert before[0][0] == forward
+    assert before[1][0] == 3 * forward
 
 
 def test_slow_links_change_the_order() -> None:

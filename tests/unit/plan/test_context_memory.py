@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.ops.documents import Documents

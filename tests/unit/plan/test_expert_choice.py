@@ -6,30 +6,31 @@ import csv
 import io
 import json
 import re
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.layout.dispatch import MOST_CHUNKS
-from megapipe.layout.expert_time import Assumed
-from megapipe.layout.expert_ways import Way, ways
+from megapipe.layout.buckets import process_buckets
 from megapipe.layout.layout import Layout
+from megapipe.layout.moe.dispatch import MOST_CHUNKS
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
-from megapipe.plan.buckets import process_buckets
 from megapipe.plan.demand import demand, milliseconds, size_text
-from megapipe.plan.expert_choice import Cost, costs
-from megapipe.plan.expert_commands import main, simulate
+from megapipe.plan.measurements import BY_UNITS
+from megapipe.plan.moe.choice import Cost, costs
+from megapipe.plan.moe.commands import main, simulate
+from megapipe.plan.moe.time import Assumed, Products
+from megapipe.plan.moe.ways import SPLIT, Way, experts_sent, ways
 from megapipe.plan.pace import exchanged
 from megapipe.plan.report import report
+from megapipe.plan.unit import TWO_HOPS
 from megapipe.plan.units import Units
-from megapipe.schedule.layer.search import fastest, in_turns
-from megapipe.schedule.layer.tasks import Step, chunked
+from megapipe.schedule.moe_layer.search import fastest, in_turns
+from megapipe.schedule.moe_layer.tasks import Step, chunked
 from tests.parity.marks import in_parts
 
 H, F, E, K, ROWS, LENGTH = 64, 32, 64, 2, 2, 128
@@ -52,17 +53,16 @@ gradients of weights."""
 
 
 def given(*keys: str) -> tuple[Config, Layout]:
-    return resolve(parse([*SMALL, *keys]).config, None, None)
+    return resolve(parse([*SMALL, *keys]).config, None, None, measure=BY_UNITS)
 
 
 def found(*keys: str, layer: int = 1, **assumed: float) -> list[Cost]:
     config, layout = given(*keys)
-    return costs(config, layout, Speeds.of(config), layer, Assumed(**assumed))
+    return costs(Units(config, layout), Speeds.of(config), layer, Assumed(**assumed))
 
 
 def ways_of(*keys: str) -> dict[str, Way]:
-    config, layout = given(*keys)
-    return ways(config, layout.device, 1)
+    return ways(Units(*given(*keys)), 1)
 
 
 def of(name: str, *keys: str) -> Way:
@@ -77,6 +77,64 @@ def test_bytes_are_those_of_the_formulas() -> None:
     assert own["all_gather"] == (GATHERED * 3 / 8, GATHERED * 4 / 8)
     matrices = E * 3 * H * F * (2 + 2 + 4)
     assert own["fetch"] == (matrices * 3 / 8, matrices * 4 / 8)
+
+
+def whole(form: str, *keys: str) -> dict[str, int]:
+    """Bytes of whole tensors in each operation of a layer under a form, without numbers of rows."""
+    unit = Units(*given(*keys)).of_layer(1, form)
+    return {what: sum(each.bytes for each in experts_sent(unit, what)) for what in SPLIT}
+
+
+@pytest.mark.parametrize(
+    ("form", "keys", "sent"),
+    [
+        # 512 rows of 64 values of 2 bytes, there and back, of which each has a weight of 4 bytes
+        ("all_to_all", (), {"F": 133_120, "I": 133_120, "W": 0}),
+        ("all_to_all", ("model.dtype=fp32",), {"F": 264_192, "I": 264_192, "W": 0}),
+        # a byte for each value, and 4 more
+        ("all_to_all", ("experts.codec=int8",), {"F": 71_680, "I": 71_680, "W": 0}),
+        # each row goes to both ranks that have a part of its expert
+        ("all_to_all", ("parallel.ep=4", "parallel.etp=2"), {"F": 266_240, "I": 266_240, "W": 0}),
+        # room for 3 rows of each of 2 sequences at 64 experts, where 4 are the mean
+        ("all_to_all", ("model.moe.capacity=0.75", "experts.pad=true"), {"F": 99_840, "I": 99_840}),
+        ("all_to_all", ("model.moe.capacity=0.75",), {"F": 99_840, "I": 99_840}),
+        # 2,048 tokens with 2 weights and 2 choices of 2 bytes each, and 512 rows back; in I weights
+        ("all_gather", (), {"F": 352_256, "I": 329_728, "W": 0}),
+        # 64 experts of 3 matrices [32, 64], and in W gradients in fp32
+        ("fetch", (), {"F": 786_432, "I": 786_432, "W": 1_572_864}),
+        ("fetch", ("lora.rank=4",), {"F": 786_432, "I": 786_432, "W": 0}),
+    ],
+)
+def test_bytes_by_hand(form: str, keys: tuple[str, ...], sent: dict[str, int]) -> None:
+    assert whole(form, *keys) == {"W": 0, **sent}
+
+
+def test_two_hops_send_the_rows_twice() -> None:
+    keys = ("experts.dispatch=hierarchical", "experts.node=2", "parallel.per_node=2")
+    unit = Units(*given(*keys)).of_layer(1, "hierarchical", 2)
+    by_axis = [
+        sum(each.bytes for each in experts_sent(unit, "F") if each.axis == axis)
+        for axis in TWO_HOPS
+    ]
+    assert by_axis == [133_120, 133_120]
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "inner"),
+    [
+        ((), 512, 32),
+        (("model.moe.shared=32", "model.moe.shared_gate=sigmoid"), 512, 32),
+        (("parallel.ep=4", "parallel.etp=2"), 1024, 16),
+        (("parallel.tp=2", "parallel.dp=4", "parallel.sequence_parallel=true"), 256, 32),
+        (("experts.policy=balance", "experts.slots=1"), 512, 32),
+        (("model.moe.capacity=0.75", "experts.pad=true"), 384, 32),
+        (("parallel.device=cuda",), 512, 32),
+    ],
+)
+def test_products_are_those_of_experts(keys: tuple[str, ...], rows: int, inner: int) -> None:
+    """And not a dense MLP beside them, of the same width. A row has three matrices [inner, 64]."""
+    found = Products.of(Units(*given(*keys)), 1)
+    assert found == (rows * 2 * 3 * 64 * inner, rows, rows * 64 * 2)
 
 
 def test_all_gather_is_less_where_choices_are_more_than_ranks() -> None:
@@ -109,9 +167,9 @@ def test_fetching_is_less_from_a_number_of_tokens_on(sequences: int, fewer: bool
 
 def test_ranks_of_a_group_on_other_nodes() -> None:
     """Of ranks 3, 4, 5 one is on the first node of four: all it sends goes elsewhere."""
-    keys = ("parallel.dp=6", "parallel.ep=3", "model.moe.experts=66", "train.global_batch=24")
-    own = ways_of(*keys)
-    assert (own["all_to_all"].within, own["all_to_all"].between) == (0, Fraction(4 * ROW_BYTES, 3))
+    keys = ("parallel.dp=6", "parallel.ep=3", "model.moe.experts=48", "train.global_batch=36")
+    own = ways_of(*keys, "train.microbatch=3")
+    assert (own["all_to_all"].within, own["all_to_all"].between) == (0, 2 * ROW_BYTES)
     assert "hierarchical" not in own
     on_one = ways_of("parallel.per_node=8")
     assert on_one["all_to_all"].between == 0
@@ -181,10 +239,10 @@ def test_auto_is_the_argmin(name: str) -> None:
     for latency in (0, 1, 3, 10, 30, 1000):
         keys = (f"experts.dispatch={name}", f"parallel.latency_us={latency}")
         seconds = simulated(*keys)
-        config, layout = given(*keys, "experts.chunks=auto")
+        config, _ = given(*keys, "experts.chunks=auto")
         chosen.append(config.experts.chunks)
         assert chosen[-1] == 1 + seconds.index(min(seconds))
-        assert layout.expert_chunks == chosen[-1]
+        assert config.experts.number_of_chunks == chosen[-1]
         assert resolve(config, None, None)[0] == config
     assert chosen == sorted(chosen, reverse=True)
     assert len(set(chosen)) > 2
@@ -196,7 +254,7 @@ def test_auto_is_the_argmin(name: str) -> None:
 def test_what_auto_has_chosen_is_told() -> None:
     config, layout = given("experts.chunks=auto", "parallel.latency_us=3")
     by = f"experts over ep 8 of a pipeline index by all_to_all in {config.experts.chunks} chunks\n"
-    assert layout.expert_chunks > 1
+    assert config.experts.number_of_chunks > 1
     assert by in report(config, layout)
     assert "of a pipeline index by fetch\n" in report(*given("experts.dispatch=fetch"))
 
@@ -265,7 +323,7 @@ def test_reductions_in_pieces_are_waited_for_less() -> None:
         pieces = [
             exchanged(config, layout, bucket)[0]
             for bucket in process_buckets(config, layout, 0)
-            if not bucket.experts and bucket.stage == 0
+            if not bucket.over_ep and bucket.stage == 0
         ]
         assert (len(pieces) > 1) == (mib != "null")
         waits[mib] = max(cost.wait for cost in found(*keys))
@@ -286,7 +344,7 @@ def test_experts_of_another_stage_of_the_rank_are_waited_for_as_one_piece() -> N
         config, layout = given(*keys, *more)
         pieces: dict[bool, list[float]] = {False: [], True: []}
         for bucket in process_buckets(config, layout, 1):
-            pieces[bucket.experts].append(exchanged(config, layout, bucket)[0])
+            pieces[bucket.over_ep].append(exchanged(config, layout, bucket)[0])
         wait = max(cost.wait for cost in found(*keys, *more, layer=3))
         return wait, max(pieces[False]), max(pieces[True])
 

@@ -17,8 +17,9 @@ from megapipe.experts.pool_file import read_pools, write_pools
 from megapipe.experts.traffic import Sent, Sizes, copies, migration, most
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
-from megapipe.plan.expert_commands import main
-from megapipe.plan.expert_placement import Costs
+from megapipe.plan.moe.commands import main
+from megapipe.plan.moe.placement import Costs
+from megapipe.plan.units import Units
 
 ROOT = Path(__file__).parents[3]
 RUN = str(ROOT / "tests/unit/experts/recorded")
@@ -57,7 +58,7 @@ def test_costs_are_those_of_the_formulas(keys: tuple[str, ...], given: dict[str,
     config, layout = resolve(
         parse([f"{RUN}/config.yaml", *RANKS, "parallel.node_gb_s=4", *keys]).config, None, None
     )
-    found = Costs.of(config, layout, Speeds.of(config), 1)
+    found = Costs.of(Units(config, layout), Speeds.of(config), 1)
     known: dict[str, Any] = dict(zip("qhfegsw", (3, 64, 32, 4, 4, 8, 4), strict=True))
     known |= {"r": 64 * 4, "ep": 4, "etp": 1, "copies": 1, "owners": 1, "link": 4e9, "steps": 5}
     known |= {"flops": 1e12 * config.log.efficiency, **given}
@@ -80,7 +81,7 @@ def test_ranks_of_a_node() -> None:
         (("experts.dispatch=hierarchical", "experts.node=2", "parallel.per_node=4"), 2),
     ):
         config, layout = resolve(parse([f"{RUN}/config.yaml", *RANKS, *keys]).config, None, None)
-        assert Costs.of(config, layout, Speeds.of(config), 2).node == node, keys
+        assert Costs.of(Units(config, layout), Speeds.of(config), 2).node == node, keys
 
 
 def test_copies_travel_there_and_back_in_each_step() -> None:

@@ -13,6 +13,7 @@ ROOMS = tuple(
 BYTES = re.compile(r"\b(itemsize|element_size|nbytes|bytes_of|DTYPE_BYTES|main_bytes)\b")
 LISTED = {
     # what the program sends or keeps in a form of its own
+    "megapipe.context.tensors",
     "megapipe.engine.packed",
     "megapipe.engine.stage",
     "megapipe.layers.kv_cache",
@@ -26,20 +27,14 @@ LISTED = {
     "megapipe.plan.run",
     "megapipe.plan.trace",
     # parameters, their gradients and states, and what replicas exchange of them
-    "megapipe.plan.buckets",
+    "megapipe.layout.buckets",
     "megapipe.plan.communicators",
-    "megapipe.plan.expert_placement",
+    "megapipe.plan.moe.placement",
     "megapipe.plan.memory",
-    "megapipe.plan.migration_traffic",
+    "megapipe.plan.moe.migration_traffic",
     "megapipe.plan.pace",
     "megapipe.plan.report",
     "megapipe.plan.traffic",
-    # choices between ways that are not run: rows of experts, positions of a ring
-    "megapipe.layout.context_plan",
-    "megapipe.layout.expert_time",
-    "megapipe.model.gpt.moe_traffic",
-    "megapipe.plan.context_choice",
-    "megapipe.plan.context_traffic",
 }
 """Files that multiply sizes by bytes. This list may get shorter, not longer: what an operation of a
 layer keeps or sends is found by running it (`megapipe/plan/run.py`)."""

@@ -5,22 +5,22 @@ from typing import Any
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.layout.expert_time import trained
+from megapipe.layout.buckets import process_buckets
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import peak_activations
-from megapipe.plan.buckets import process_buckets
 from megapipe.plan.memory import model_memory
+from megapipe.plan.moe.time import trained
 from megapipe.plan.pace import expected, timed_cost
 from megapipe.plan.report import report
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.timing.simulate import simulate
-from tests.parity.families import token_flops
+from tests.parity.families import kernel_flops, token_flops
 
 BASE = ("model.vocab_size=512", "model.layers=4", "log.peak_tflops=1", "log.efficiency=0.5")
 MESH = ("parallel.node_gb_s=2", "parallel.network_gb_s=0.5", "parallel.latency_us=0")
@@ -40,7 +40,7 @@ def seconds(*overrides: str) -> float:
 def computed(config: Config, layout: Layout) -> float:
     """Seconds that a process computes in a step."""
     tokens = config.train.global_batch * config.train.sequence_length
-    flops = tokens * token_flops(config.model, config.train.sequence_length)
+    flops = tokens * kernel_flops(config.model, config.train.sequence_length)
     return flops / layout.world / 0.5e12
 
 
@@ -52,7 +52,9 @@ def sent(config: Config, layout: Layout, axis: str, what: str) -> float:
 def test_one_process_computes_at_the_share_of_the_peak() -> None:
     config, layout = plan()
     assert seconds() == pytest.approx(computed(config, layout))
-    assert "MFU 50.0%, without the update\n" in report(config, layout)
+    length = config.train.sequence_length
+    mfu = 50 * token_flops(config.model, length) / kernel_flops(config.model, length)
+    assert f"MFU {mfu:.1f}%, without the update\n" in report(config, layout)
     assert "assumed       50% of 1 TFLOP/s (log.efficiency)\n" in report(config, layout)
 
 
@@ -119,7 +121,7 @@ def test_rows_are_waited_for_as_a_layer_is_simulated(form: str) -> None:
     others = float(sum(e.wire for e in late))
     if form != "fetch":
         others += 4 * layout.microbatches * 8 * 8  # numbers of rows for 8 experts, int64
-    passes = trained(config, layout.device, Speeds.of(config), 0, 2)
+    passes = trained(Units(config, layout), Speeds.of(config), 0, form, 2)
     exposed = 4 * layout.microbatches * sum(timed.exposed for timed in passes.values())
     waited = seconds(*overrides) - computed(config, layout)
     assert waited == pytest.approx(exposed + others / 2e9)

@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool_file import write_pools
-from megapipe.layers.moe_specs import Routing, most_imbalance
-from megapipe.layout.costs import scaled
-from megapipe.layout.expert_checks import check_imbalance
+from megapipe.layers.moe.specs import Routing, most_imbalance
 from megapipe.layout.layout import Layout
+from megapipe.layout.moe.checks import check_imbalance
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.flops import layer_flops
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.commands import main as context_command
 from megapipe.plan.demand import size_text
-from megapipe.plan.freed import freed_share
+from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.memory import model_memory
 from megapipe.plan.report import held_by_process, report
 from megapipe.plan.traffic import by_axis, step_traffic
+from megapipe.plan.unit import Operation
 from megapipe.plan.units import Units
 from megapipe.schedule.channels import channels
 from megapipe.schedule.commands import main as schedule_command
@@ -51,14 +51,23 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(*overrides: str) -> tuple[Config, Layout, str]:
-    config, layout = resolve(parse(list(overrides)).config, None, None, freed=freed_share)
+    config, layout = resolve(parse(list(overrides)).config, None, None, measure=BY_UNITS)
     return config, layout, report(config, layout)
 
 
 def drawing(config: Config, layout: Layout) -> str:
-    """The schedule at the FLOPs of its stages; 1 is a layer's forward."""
-    unit = layer_flops(config.model, config.train.sequence_length)
-    return draw(simulate(layout.schedule, scaled(layout.cost, 1 / unit)))
+    """The schedule at the FLOPs of what its stages run; 1 is a layer's forward."""
+    kinds: tuple[Operation, ...] = "F", "I", "W"
+    unit = layer_flops(config.model, config.train.sequence_length) / layout.tp
+    tokens, units = config.train.microbatch * layout.local_length, Units(config, layout)
+    F, I, W = (  # noqa: E741
+        tuple(
+            sum(each.flops(kind) for each in units.of(stage)) / tokens / unit
+            for stage in range(layout.stages)
+        )
+        for kind in kinds
+    )
+    return draw(simulate(layout.schedule, replace(layout.cost, F=F, I=I, W=W)))
 
 
 def test_stage_map_adds_up() -> None:
@@ -163,7 +172,7 @@ def test_memory_and_wire_are_of_the_process_with_most() -> None:
     line = ", ".join(f"{axis} {size}" for axis, size in shown.items())
     assert f"wire          sent at most, per process and step: {line}\n" in text
     # messages of 8 micro-batches at rank 0's 3 borders, one way each
-    assert sent["pp"] == 8 * 3 * 256 * 4 * config.model.hidden * 2 + 2 * 12 * 8 // 2
+    assert sent["pp"] == 8 * 3 * 256 * 4 * config.model.hidden * 2 + 2 * 13 * 8 // 2
 
 
 def test_copies_of_the_state_in_host_memory() -> None:
@@ -351,7 +360,7 @@ def test_costs_of_operations_over_long_sequences(capsys: pytest.CaptureFixture[s
     F, I, W = (  # noqa: E741
         6 * (2 * weights + products * attended) + head for products in (2, 5, 0)
     )
-    assert f"F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by causal FLOPs" in text
+    assert f"F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by FLOPs of kernels" in text
     (costs,) = re.findall(r"\(scripts/schedule.py (--cost \S+)\)", text)
     size = ("--ranks", "4", "--microbatches", "8")
     assert schedule_command(["show", "zb_h1", *size, *costs.split()]) == 0

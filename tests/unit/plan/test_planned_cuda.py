@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.kernels import select_kernels
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve

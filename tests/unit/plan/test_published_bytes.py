@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan.unit import Unit

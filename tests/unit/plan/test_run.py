@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
 from megapipe.distributed.collectives import start_all_to_all
 from megapipe.layers import linear
 from megapipe.layers.norm import Norm
 from megapipe.layers.parameter import Sharding
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.ops.weight_grad import torch_accumulate
 from megapipe.plan.kernels import planned_kernels
 from megapipe.plan.run import measure
-from megapipe.plan.unit import Kernel, Transfer, Unit
+from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
 from tests.parity.cases import Case, configure
 
 ONE = Case(pp=4, in_process=True, layers=8, dtype="fp32", sequence=64)
@@ -106,17 +106,26 @@ def test_another_kernel_is_planned_with_its_own_memory() -> None:
     ],
     ids=["gpt2", "llama", "full", "tp"],
 )
-def test_flops_are_those_of_the_formulas(case: Case) -> None:
-    """Of attention half of the scores, and of their diagonal all; in I five products."""
+def test_flops_are_those_by_which_stages_are_cut_but_for_scores(case: Case) -> None:
+    """A causal mask leaves half of these, and all of their diagonal; I computes them once more, and
+    the gradients of a norm's vector as a product."""
     config, layout = configure(case)
-    unit = unit_of(case)
-    work = layout.model.causal_work(layout.stage_layers[1], layout.spans[1], again=False)
+    unit, stage, length = unit_of(case), layout.stage_layers[1], config.train.sequence_length
+    work = layout.model.work(stage, layout.spans[1], again=False)
     tokens = Fraction(layout.local_length * config.train.microbatch, case.tp)
-    assert unit.flops("W") == work.W * tokens
-    for operation in ("F", "I"):
-        assert unit.flops(operation) == pytest.approx(
-            float(getattr(work, operation) * tokens), rel=0.02
-        )
+    values = len(stage.layers) * config.model.heads * (config.model.head_dim or 0)
+    again = 2 if case.activations == "full" else 0
+    products: dict[Operation, tuple[int, int]] = {
+        "F": (2, 2),
+        "I": (4 + again, 5 + again),
+        "W": (0, 0),
+    }
+    for operation, (counted, computed) in products.items():
+        less = values * (counted * 2 * length - computed * (length + 1))
+        wanted = (getattr(work, operation) - less) * tokens
+        kernels = (each for each in unit.operations[operation] if isinstance(each, Kernel))
+        vectors = sum(each.flops for each in kernels if each.product and each.product[0] == 1)
+        assert unit.flops(operation) - vectors == wanted, operation
 
 
 def test_a_stage_that_recomputes_keeps_its_input_alone() -> None:
@@ -163,6 +172,27 @@ def test_a_user_defined_family_is_run() -> None:
     tokens = 64 * 2
     assert unit.flops("F") == 2 * tokens * (3 * 6 * 6 + 6 * 20)
     assert unit.queued == 0, "autograd computes all weight gradients"
+
+
+def test_rows_of_experts_add_up_where_choices_are_no_multiple_of_experts() -> None:
+    """Of 2 x 10 choices among 16 experts on two ranks, and of 2 choices: whole rows, 8 of each."""
+    for length, sent in ((10, 20), (1, 2)):
+        sections = {
+            "model": {
+                "layers": 1,
+                "hidden": 16,
+                "heads": 4,
+                "vocab_size": 300,
+                "dtype": "fp32",
+                "moe": {"experts": 16, "ffn": 24, "top_k": 2},
+            },
+            "parallel": {"dp": 2, "ep": 2, "device": "cpu"},
+            "train": {"sequence_length": length, "microbatch": 1, "global_batch": 2},
+        }
+        config, layout = resolve(Config.model_validate(sections), 2, 300)
+        (unit,) = measure(config, layout, 0)
+        rows = [each for each in unit.transfers("F") if each.kind == "all_to_all"]
+        assert [each.bytes for each in rows] == [sent * 16 * 4, sent * 4, sent * 16 * 4]
 
 
 def test_rows_of_experts_are_even_or_those_of_an_imbalance_or_of_a_capacity() -> None:

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan.traffic import (
@@ -77,9 +77,9 @@ def test_every_number_of_a_small_job() -> None:
         ("dp", "all_gather", "weights"): (1, 4 * numel),
         ("pp", "send", "to 0"): (5, 5 * X),
         ("dp", "all_gather", "tokens"): (1, 3 * 8),
-        ("tp", "all_gather", "totals"): (1, 2 * 10 * 8),
-        ("dp", "all_gather", "totals"): (1, 3 * 10 * 8),
-        ("pp", "all_gather", "totals"): (1, 2 * 10 * 8),
+        ("tp", "all_gather", "totals"): (1, 2 * 11 * 8),
+        ("dp", "all_gather", "totals"): (1, 3 * 11 * 8),
+        ("pp", "all_gather", "totals"): (1, 2 * 11 * 8),
     }
 
 

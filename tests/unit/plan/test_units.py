@@ -18,17 +18,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-import megapipe
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.section import Section
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan import cache, units
 from megapipe.plan.cache import Cache
 from megapipe.plan.run import measure
-from megapipe.plan.unit import Unit
+from megapipe.plan.unit import OPERATIONS, Unit
 from megapipe.plan.units import SECTIONS, Units, part_of
-from megapipe.section import Section
 from tests.parity.cases import Case, configure
 from tests.parity.marks import in_parts
 from tests.parity.planned_stages import CASES
@@ -162,7 +161,7 @@ def test_another_torch_or_program_is_measured_anew(
         return len(files_of(folder))
 
     assert number() == 1
-    monkeypatch.setattr(megapipe, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(units, "PACKAGE", package)
     assert [number(), number()] == [2, 2]
     (package / "inner" / "a.py").write_text("x = 12\n")
     assert number() == 3
@@ -252,7 +251,7 @@ def test_all_that_a_measurement_reads_is_in_its_key() -> None:
         with reading() as seen:
             measure(config, layout, stage)
         with reading() as known:
-            units._key(config, layout, part_of(layout, stage), 1, 0, None)
+            Units(config, layout)._key(part_of(layout, stage), 1, 0, None)
         assert seen
         missing |= {each for each in seen - known if each[0] not in whole}
     assert missing <= OF_LAYOUT | OF_UPDATES
@@ -298,3 +297,14 @@ def test_few_layers_tell_what_many_do(name: str) -> None:
         for unit in whole:
             assert unit.held + unit.host > 0
             assert unit.operations["I"]
+
+
+def test_flops_are_those_of_the_mean_rank_of_a_ring(tmp_path: Path) -> None:
+    """The first rank of three has the first positions, whose queries see few keys."""
+    keys = ("parallel.cp=3", "context.order=contiguous", "train.sequence_length=24")
+    config, layout = resolve(parse([*SMALL, *keys]).config, None, None)
+    measured = Units(config, layout, Cache([tmp_path]))
+    for operation in OPERATIONS.values():
+        own = [measured.of(0, index=i)[0].flops(operation) for i in range(3)]
+        assert measured.flops(0, operation) == sum(own) / 3
+        assert len({*own}) == (3 if operation in "FIB" else 1)

@@ -2,6 +2,7 @@
 
 import re
 import struct
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import build, forward_only, names
 from megapipe.schedule.placement import loop
 from megapipe.schedule.render import draw_rows, png, svg, text
+from megapipe.schedule.render.bars import bars
 from megapipe.schedule.render.picture import picture
 from megapipe.schedule.render.scene import GATHER, IDLE, REDUCE, Polygon, Rectangle, Words, shade
 from megapipe.schedule.text import from_csv
@@ -108,6 +110,34 @@ def test_a_long_text_is_cut_in_the_middle(width):
     assert rows[0].startswith("rank 0 F0-F1-F2-")
     assert rows[0].endswith("W63")
     assert "... left out" in drawing[8]
+
+
+def test_of_a_very_long_schedule_the_ends_are_drawn():
+    """What is left out anyway costs no time, and makes no room for its numbers."""
+    schedule = build("1f1b", ranks=2, microbatches=2000)
+    first, second, *_ = text(schedule, width=60).splitlines()
+    assert first == "rank 0 F0---F1---..........---- ... ---------.....B1999-----"
+    assert second == "rank 1 .....F0---B0------------ ... ----B1999-----.........."
+
+
+def test_many_short_operations_between_long_ones_are_not_left_out():
+    """The middle is missing only where a mark says so."""
+    timeline = simulate(build("1f1b", ranks=1, microbatches=200))
+    times = [0, *[1000] * 199, *[2000] * 200, 3000]
+    long = {0: "F0", 199: "B99", 399: "B199"}
+    drawn = replace(timeline, start_ticks=(times[:-1],), end_ticks=(times[1:],))
+    row, *_ = text(drawn, width=40).splitlines()
+    assert re.findall(r"[FB]\d+", row) == [*long.values()]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
+def test_bars_of_both_ends_have_whole_pairs(most):
+    timeline = simulate(from_csv(JOINED))
+    whole = list(bars(timeline, 0))
+    ends = list(bars(timeline, 0, most=most))
+    assert set(ends) <= set(whole)
+    assert ends[0] == whole[0]
+    assert ends[-1] == whole[-1]
 
 
 @settings(max_examples=60)

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.mesh import Axis
 from megapipe.layout.resolve import resolve
-from megapipe.left_out import LeftOut
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.train.callbacks import Callback, Run, Step
 from megapipe.train.callbacks.several import Callbacks
 from megapipe.train.update import StepResult
+from megapipe.util.left_out import LeftOut
 from megapipe.watch.journal import Journal
 
 STEPS = 10

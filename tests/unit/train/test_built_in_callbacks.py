@@ -26,7 +26,7 @@ from megapipe.train.callbacks.sample_log import SampleLog
 from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
-from megapipe.train.evaluation import Evaluation
+from megapipe.train.step.evaluation import Evaluation
 from tests.unit.train.standing_run import STEPS, asked, keeps, reported, result, standing_run, turn
 
 

@@ -9,25 +9,21 @@ from typing import Any
 import pytest
 
 from megapipe.cli import flatten, parse
-from megapipe.config import Config
+from megapipe.config.config import Config
+from megapipe.config.data import DataConfig
+from megapipe.config.section import OnResume, rules_of
 from megapipe.errors import CheckpointError
-from megapipe.keys import KEYS, SECTIONS
-from megapipe.train.changes import (
-    HARMLESS,
-    LISTED,
-    LISTED_OF_MODEL,
+from megapipe.train.corpus import change_of_corpus
+from megapipe.train.resume.changes import (
     MIXTURE,
-    OF_CORPUS,
-    REFUSED,
     TEMPERATURE,
     Change,
     check,
     check_weights,
     compare,
 )
-from megapipe.train.corpus import change_of_corpus
 
-CORPUS = Change("corpus", "a", "b")
+CORPUS = Change("corpus", "a", "b", OnResume.ORDER)
 
 
 def checkpoint(**stored: Any) -> Any:
@@ -42,20 +38,16 @@ def told(*overrides: str, own: bool = True, corpus: Change | None = None) -> lis
     return [str(change) for change in found.told]
 
 
-def test_classes_name_keys_that_there_are() -> None:
-    for name in (*HARMLESS, *REFUSED, *LISTED, *LISTED_OF_MODEL):
-        assert name in KEYS or name.removesuffix(".") in SECTIONS, name
-
-
-def test_every_key_of_the_data_has_a_class() -> None:
+def test_every_key_of_the_data_has_a_class_of_its_own() -> None:
     """A new one is listed until somebody has thought about it; here that is asked for."""
-    classed = {*HARMLESS, *REFUSED, MIXTURE, TEMPERATURE}
-    assert {key for key in KEYS if key.startswith("data.")} <= classed
-    assert set(OF_CORPUS) <= set(HARMLESS)
+    fields = DataConfig.model_fields
+    silent = {f"data.{key}" for key, info in fields.items() if not rules_of(info, OnResume)}
+    assert silent == {MIXTURE, TEMPERATURE}
 
 
 def test_how_and_where_is_harmless() -> None:
     harmless = ["parallel.pp=2", "log.every=7", "pipeline.schedule=zb_h1", "data.source=moved.txt"]
+    harmless += ["context.ulysses=2", "context.plan=all_gather", "context.order=striped"]
     assert told(*harmless, "train.microbatch=1", "optimizer.zero=3", "train.stop_after=5") == []
 
 
@@ -227,7 +219,7 @@ def test_another_tokenizer_of_a_token_file_is_refused() -> None:
 
     assert change("d" * 64, "e" * 64) is None
     found = change("d" * 64, "f" * 64)
-    assert found == Change("tokenizer", "old (eeeeeeee)", "new (ffffffff)")
+    assert found == Change("tokenizer", "old (eeeeeeee)", "new (ffffffff)", OnResume.REFUSED)
     with pytest.raises(
         CheckpointError, match=r"another run: tokenizer was old \(eeeeeeee\) and is"
     ):
@@ -238,7 +230,9 @@ def test_another_tokenizer_of_a_token_file_is_refused() -> None:
     digests.pop("tokenizer")
     assert change("d" * 64, "f" * 64) is None, "a checkpoint from before tokenizers were noted"
     config["data.mixture"] = '{"web": {"source": "w"}, "code": {"source": "c"}}'
-    assert change("a" * 64, "") == Change("corpus", "web=w, code=c (dddddddd)", "t (aaaaaaaa)")
+    assert change("a" * 64, "") == Change(
+        "corpus", "web=w, code=c (dddddddd)", "t (aaaaaaaa)", OnResume.ORDER
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 
 from megapipe.checkpoint import Alone, Checkpoint, Meta, save
 from megapipe.errors import CheckpointError
-from megapipe.left_out import LeftOut
-from megapipe.train.coordinates import Coordinates
+from megapipe.train.resume.coordinates import Coordinates
 
 
 def stored(folder: Path, **given: Any) -> Checkpoint:
@@ -21,8 +20,8 @@ def stored(folder: Path, **given: Any) -> Checkpoint:
 def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
     """As in a checkpoint of an older version; what a newer one says besides is passed over."""
     found = Coordinates.of(stored(tmp_path, samples=24, later={"a": [1]}))
-    assert (found.updates, found.samples, found.lr, found.left_out) == (3, 24, 0.0, LeftOut())
-    assert (found.order, found.stream, found.threads, found.owners) == ("", "", 0, {})
+    assert (found.updates, found.samples, found.lr) == (3, 24, 0.0)
+    assert (found.order, found.threads) == ("", 0)
 
 
 @pytest.mark.parametrize(
@@ -31,11 +30,7 @@ def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
         *(("samples", value) for value in (None, -1, 2.5, True, "7")),
         *(("updates", value) for value in (-1, [3])),
         *(("lr", value) for value in (-1e-3, "1e-3", None)),
-        *(("left_out", value) for value in (3, [[5, 4]], [[1]], {"a": 1})),
-        *(("judged", value) for value in ([1], "x", None)),
-        *(("loss_scale", value) for value in ([1], {"scale": "x"})),
-        *(("owners", value) for value in ([1], {"0": 1}, {"0": [-1]}, {"0": ["1"]})),
-        *(("stream", 1), ("order", {"a": 1}), ("threads", "4")),
+        *(("order", {"a": 1}), ("threads", "4")),
     ],
 )
 def test_another_type_is_one_line(key: str, value: Any, tmp_path: Path) -> None:

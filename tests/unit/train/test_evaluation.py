@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.data.batch import Samples
-from megapipe.train.evaluation import MICROBATCHES, evaluate
+from megapipe.train.step.evaluation import MICROBATCHES, Evaluation, Evaluator
 
 
 class Evaluated:
@@ -24,13 +24,19 @@ class Evaluated:
         self.seen: list[int] = []
         self.programs = 0
         self._value = value
-        self.step: Any = SimpleNamespace(
+        machine: Any = SimpleNamespace(
             config=SimpleNamespace(train=SimpleNamespace(microbatch=2)),
             layout=SimpleNamespace(dp=1),
-            run_forward=self._run_forward,
             mesh=SimpleNamespace(ordered_sum=lambda vector, *axes: total(vector)),
             optimizer=SimpleNamespace(true_weights=nullcontext),
         )
+        unused: Any = None
+        self._evaluator = Evaluator(machine, unused, unused)
+        self._evaluator.run_forward = self._run_forward  # type: ignore[method-assign]
+
+    def evaluate(self, stop: Callable[[], bool]) -> Evaluation:
+        """Evaluate 301 samples."""
+        return self._evaluator.evaluate(self.rows, 301, stop)
 
     def rows(self, indices: Sequence[int]) -> Samples:
         tokens = torch.tensor(list(indices)).unsqueeze(1)
@@ -51,7 +57,7 @@ class Evaluated:
 def test_every_sample_counts_once_and_none_beyond_the_last(value: Any) -> None:
     """Also where the mask says of which source a token is."""
     given = Evaluated(value)
-    found = evaluate(given.step, given.rows, 301, lambda: False)
+    found = given.evaluate(lambda: False)
     assert given.seen == list(range(301))
     assert (found.loss, found.tokens, found.stopped) == (150.0, 301, False)
 
@@ -67,7 +73,7 @@ def test_a_request_to_stop_ends_it_after_the_program_in_which_it_comes(own: bool
         return sums + torch.tensor([0.0, 0.0, asked() and not own])
 
     given = Evaluated(total=with_others)
-    found = evaluate(given.step, given.rows, 301, lambda: own and asked())
+    found = given.evaluate(lambda: own and asked())
     assert given.programs == 2
     assert given.seen == list(range(2 * 2 * MICROBATCHES))
     assert math.isnan(found.loss)

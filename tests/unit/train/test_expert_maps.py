@@ -10,9 +10,9 @@ import pytest
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.rows import evenly
 from megapipe.experts.shadow import Times
-from megapipe.layers.expert_places import ExpertPlaces
-from megapipe.plan.expert_placement import by_balance, by_shadows
-from megapipe.train.expert_maps import ExpertMaps
+from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.plan.moe.placement import by_balance, by_shadows
+from megapipe.train.moe.expert_maps import ExpertMaps
 from tests.parity.held_models import HeldWeights
 
 EXPERTS = {1: 4, 3: 4}
@@ -40,10 +40,10 @@ def maps(every: int = 1, policy: str = "balance") -> ExpertMaps:
 def test_copies_are_chosen_every_so_many_steps() -> None:
     found = maps(every=3)
     for step in range(2):
-        assert found.decide(step, SKEWED) is None
+        assert found.after_update(step, SKEWED) is None
         assert not any(found.places[1].present.copies)
-    assert found.decide(2, SKEWED) == "step 3: experts with copies: 1, in layer 1"
-    assert found.decide(5, SKEWED) is None, "they are those that there are"
+    assert found.after_update(2, SKEWED) == "step 3: experts with copies: 1, in layer 1"
+    assert found.after_update(5, SKEWED) is None, "they are those that there are"
     assert found.places[1].present.copies == ((), (0,))
     assert {layer: counts.tolist() for layer, counts in found.counts.items()} == {
         1: [9, 1, 1, 1],
@@ -54,13 +54,13 @@ def test_copies_are_chosen_every_so_many_steps() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_they_are_saved_as_the_choices_that_they_follow_from(policy: str) -> None:
     saved, loaded = maps(policy=policy), maps(policy=policy)
-    saved.decide(0, SKEWED)
-    assert saved.names() == [f"routing/layers.{n}.moe.copies.counts" for n in EXPERTS]
-    held = HeldWeights({piece.name: piece.tensor.clone() for piece in saved.pieces()})
-    loaded.load(held, saved.names())
+    saved.after_update(0, SKEWED)
+    assert saved.entries() == [f"routing/layers.{n}.moe.copies.counts" for n in EXPERTS]
+    held = HeldWeights({piece.name: piece.tensor.clone() for piece in saved.tensors()})
+    loaded.read(held, saved.entries())
     assert loaded.places[1].present == saved.places[1].present
     assert any(loaded.places[1].present.copies)
-    loaded.load(held)
+    loaded.read(held, ())
     assert not any(loaded.places[1].present.copies), "of a checkpoint without them"
 
 
@@ -80,6 +80,6 @@ def test_copies_follow_from_choices_and_from_no_earlier_copies(policy: str) -> N
 
 def test_where_maps_stay_nothing_is_kept() -> None:
     found = ExpertMaps({})
-    found.decide(0, [])
-    assert not found.names()
-    assert not list(found.pieces())
+    found.after_update(0, [])
+    assert not found.entries()
+    assert not list(found.tensors())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.numbers_config import NumbersConfig
+from megapipe.config.numbers import NumbersConfig
 from megapipe.train.judge import Fault, Judge, Spikes, Unsound
 from megapipe.train.totals import Totals
 

@@ -9,7 +9,7 @@ import pytest
 
 from megapipe.checkpoint.names import MANIFEST
 from megapipe.errors import CheckpointError
-from megapipe.train.located import located
+from megapipe.train.resume.located import located
 
 
 def make_run(folder: Path, *steps: int, seconds: float) -> Path:

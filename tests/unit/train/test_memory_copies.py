@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megapipe.checkpoint import Meta, Piece, whole
 from megapipe.checkpoint.names import STAGING_PREFIX
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.train import memory_copies
-from megapipe.train.checkpoint_io import Content
-from megapipe.train.memory_copies import MemoryCopies
+from megapipe.train.resume import memory_copies
+from megapipe.train.resume.memory_copies import MemoryCopies
+from megapipe.train.state import Content
 from tests.unit.train.standing_run import Mesh
 
 META = Meta("a-run", {}, {}, {"run.folder": "runs", "run.name": "run"})

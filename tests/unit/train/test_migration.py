@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 
 from megapipe.experts.map import ExpertMap
-from megapipe.layers.expert_owners import ExpertOwners
-from megapipe.train import migration
-from megapipe.train.expert_maps import ExpertMaps
-from megapipe.train.migration import Choice, Migration
+from megapipe.layers.moe.owners import ExpertOwners
+from megapipe.train.moe import migration
+from megapipe.train.moe.expert_maps import ExpertMaps
+from megapipe.train.moe.migration import Choice, Migration
 
 SKEWED = [8.0, 8.0, 1.0, 0.0, *(9, 9, 1, 1), 8.0, 9.0, 1.0, 2.0, *(3, 3, 3, 3)]
 """Four numbers of each of two layers, and the choices of each of its experts."""
@@ -71,8 +71,8 @@ def test_layers_take_over_the_best_owners_every_so_many_steps(moved: Moved) -> N
 
 def test_experts_that_move_are_told(moved: Moved) -> None:
     maps = ExpertMaps({}, migration=of_two_layers()[0])
-    assert maps.decide(0, SKEWED) == "step 1: experts moved to other ranks: 2, in layer 1"
-    assert maps.decide(1, SKEWED) is None
+    assert maps.after_update(0, SKEWED) == "step 1: experts moved to other ranks: 2, in layer 1"
+    assert maps.after_update(1, SKEWED) is None
     assert len(moved) == 2
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import megapipe
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.distributed.mesh import world_size
 from megapipe.errors import ConfigError, DataError
 from megapipe.optim.rules import Declaration, Elementwise, Part

@@ -13,8 +13,8 @@ from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
 from megapipe.optim.lr import learning_rate
 from megapipe.plan.report import report
-from megapipe.train.changes import Change, Changes
 from megapipe.train.opening import _of_decay, banner, opening
+from megapipe.train.resume.changes import Change, Changes
 from megapipe.train.source import Source
 from megapipe.words import counted, either, plural
 

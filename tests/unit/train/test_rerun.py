@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megapipe.config.numbers import NumbersConfig
 from megapipe.errors import ConfigError, DeviceFault
-from megapipe.numbers_config import NumbersConfig
 from megapipe.train.judge import Judge
 from megapipe.train.rerun import Outcome, Rerun
 from megapipe.train.totals import Totals, Wishes

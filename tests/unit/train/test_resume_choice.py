@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, save, whole
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import CheckpointError
-from megapipe.train.resume import choose
+from megapipe.train.resume.choose import choose
 
 META = Meta(run_id="a-run", layout={}, coordinates={}, config={})
 

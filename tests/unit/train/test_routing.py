@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapipe.train.routing import record
+from megapipe.train.moe.routing import record
 
 EXPERTS = {1: 4, 3: 3}
 TOLD = [8.0, 8.0, 1.0, 0.0, *(3.0, 1, 2, 2), 8.0, 9.0, 2.0, 4.0, *(0.0, 7, 9)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.train.routing_state import RoutingState
+from megapipe.train.moe.routing_state import RoutingState
 from tests.parity.held_models import HeldWeights
 
 EXPERTS = {1: 4, 3: 3}
@@ -39,7 +39,7 @@ def test_what_moves_ahead_moves_once(here: list[int]) -> None:
         else:
             waits.move(TOLD)
             ahead.confirm(TOLD)
-        for one, other in zip(waits.pieces(), ahead.pieces(), strict=True):
+        for one, other in zip(waits.tensors(), ahead.tensors(), strict=True):
             assert one.tensor.equal(other.tensor), (step, one.name)
 
 
@@ -48,7 +48,7 @@ def test_without_a_rate_nothing_moves(rate: float | None) -> None:
     state = RoutingState(EXPERTS, bias_rate=rate)
     state.move(TOLD)
     assert state.largest_bias == rate
-    assert len(state.names()) == (0 if rate is None else 2)
+    assert len(state.entries()) == (0 if rate is None else 2)
 
 
 def test_choices_of_a_step_are_kept_and_spread_evenly_at_first() -> None:
@@ -62,11 +62,11 @@ def test_choices_of_a_step_are_kept_and_spread_evenly_at_first() -> None:
     assert state.counts[3].tolist() == [0, 7, 9]
     assert state.largest_bias is None
     names = ["routing/layers.1.moe.router.counts", "routing/layers.3.moe.router.counts"]
-    assert state.names() == names
-    held = HeldWeights({piece.name: piece.tensor.clone() for piece in state.pieces()})
-    state.load(held)
+    assert state.entries() == names
+    held = HeldWeights({piece.name: piece.tensor.clone() for piece in state.tensors()})
+    state.read(held, ())
     assert state.counts[3].tolist() == [1, 1, 1], "weights alone have no counts"
-    state.load(held, names)
+    state.read(held, names)
     assert state.counts[3].tolist() == [0, 7, 9]
 
 
@@ -83,9 +83,9 @@ def test_first_choices_are_kept_where_they_are_told() -> None:
     other = RoutingState(EXPERTS, bias_rate=0.5, counts=True)
     other.move(TOLD)
     for own in (state, other):
-        held = {p.name.removeprefix("model/"): p.tensor.clone() for p in own.pieces()}
+        held = {p.name.removeprefix("model/"): p.tensor.clone() for p in own.tensors()}
         again = RoutingState(EXPERTS, bias_rate=0.5, counts=True, first_only=True)
-        again.load(HeldWeights(held), held)
+        again.read(HeldWeights(held), held)
         assert again.counts[3].tolist() == ([0, 5, 3] if own is state else [1, 1, 1])
         assert again.biases[3].equal(own.biases[3])
 
@@ -94,15 +94,15 @@ def test_first_choices_are_kept_where_they_are_told() -> None:
 def test_it_is_saved_and_loaded(dtype: torch.dtype) -> None:
     state = RoutingState(EXPERTS, bias_rate=0.1, dtype=dtype)
     state.move(TOLD)
-    pieces = list(state.pieces())
-    assert [piece.name for piece in pieces] == state.names()
+    pieces = list(state.tensors())
+    assert [piece.name for piece in pieces] == state.entries()
     assert [piece.name for piece in pieces] == [
         "model/layers.1.moe.router.bias",
         "model/layers.3.moe.router.bias",
     ]
     held = HeldWeights({p.name.removeprefix("model/"): p.tensor.clone() for p in pieces})
     again = RoutingState(EXPERTS, bias_rate=0.1, dtype=dtype)
-    again.load(held)
+    again.read_weights(held)
     for layer, bias in state.biases.items():
         assert bias.dtype == dtype
         assert again.biases[layer].equal(bias)

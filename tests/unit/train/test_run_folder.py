@@ -12,12 +12,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from megapipe import heartbeat
 from megapipe.checkpoint.run_lock import OWNER
 from megapipe.cli import parse
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.train import run_folder
+from megapipe.util import heartbeat
 from tests.unit.train.standing_run import Mesh
 
 pytestmark = pytest.mark.usefixtures("without_git")

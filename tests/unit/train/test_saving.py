@@ -20,8 +20,8 @@ from megapipe.checkpoint.local import LocalPath
 from megapipe.train.callbacks import Run, Wishes
 from megapipe.train.callbacks import saving as callback_saving
 from megapipe.train.callbacks.saving import Clock, Saving
-from megapipe.train.checkpoint_io import Content
 from megapipe.train.run_folder import RunFolder
+from megapipe.train.state import Content
 from tests.unit.train.standing_run import STEPS, asked, keeps, reported, result, standing_run, turn
 
 

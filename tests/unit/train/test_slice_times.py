@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megapipe.cli import parse
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.engine.recorder import Recorder
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout

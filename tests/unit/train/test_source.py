@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import megapipe
-from megapipe.config import Config
+from megapipe.config.config import Config
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.launch import progress
 from megapipe.train.source import check_load

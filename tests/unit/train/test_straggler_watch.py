@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,18 @@ from megapipe.train.callbacks import Run, Step
 from megapipe.train.callbacks.reports import Reports
 from megapipe.train.callbacks.stragglers import SETTLING, StragglerWatch
 from megapipe.train.own_times import OwnTimes
+from megapipe.watch.own_time import OwnTime
 from tests.unit.train.standing_run import Mesh, reported, result, standing_run
 
 EVERY = 8
+
+
+def timed(own: OwnTime, operation: Callable[[], None]) -> None:
+    """Run an operation as the engine does."""
+    if own.on:
+        own.operation(operation)
+    else:
+        operation()
 
 
 class Peers(Mesh):
@@ -71,7 +81,7 @@ class Job:
             clock.passes()
             line.wait(line.count(), clock.passes)
 
-        self.operation = own.of_operation(operation)
+        self.operation = partial(timed, own, operation)
         self.number = 0
         self.watch.begin(self.run)
 
@@ -231,10 +241,12 @@ def test_on_a_gpu_only_what_it_has_come_to_is_read(monkeypatch: pytest.MonkeyPat
     waits: Sequence[int] = (1, 2, 3)
     for count in waits:
         with own.step():
-            run = journal.own_time.of_operation(
-                lambda count=count: [line.wait(line.count(), lambda: None) for _ in range(count)]
-            )
-            run()
+
+            def operation(count: int = count) -> None:
+                for _ in range(count):
+                    line.wait(line.count(), lambda: None)
+
+            timed(journal.own_time, operation)
     assert own.known() == []
     Event.reached = 4 + 5  # the second step ends with event 10
     assert own.known() == [2.0]
@@ -243,7 +255,7 @@ def test_on_a_gpu_only_what_it_has_come_to_is_read(monkeypatch: pytest.MonkeyPat
     assert own.known() == []
     before = Event.recorded
     with own.step():
-        run()
+        timed(journal.own_time, operation)
     own.drop()
     assert own.known() == []
     assert Event.recorded == before + 8
@@ -257,9 +269,9 @@ def test_a_step_that_fails_is_not_timed() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), own.step():
-        journal.own_time.of_operation(fails)()
+        timed(journal.own_time, fails)
     assert own.known() == []
-    journal.own_time.of_operation(lambda: None)()
+    timed(journal.own_time, lambda: None)
     with own.step():
         pass
     assert own.known() == [0.0]

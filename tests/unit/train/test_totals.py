@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.distributed.mesh import Axis, sum_in_pairs
+from megapipe.layers.scratch import Scratch
 from megapipe.train.feed import Counted
-from megapipe.train.own_totals import own_loss
+from megapipe.train.step.own_totals import own_loss
 from megapipe.train.totals import Totals, Wishes
 
 SQUARES = (1.0, 4.0, 20.0)
@@ -88,15 +89,15 @@ def test_the_first_tp_rank_counts_a_loss_and_all_tell_one_that_is_not_finite(
         mesh=SimpleNamespace(tp=tp, device=torch.device("cpu")),
         last=SimpleNamespace(loss_sums={(0, 0): torch.tensor([loss], dtype=torch.float64)}),
     )
-    loads = [{0: torch.ones(3)}]
-    given = Counted(7, (3, 4), [torch.tensor([1.5, 2.0])], loads)
+    scratches = [Scratch()]
+    given = Counted(7, (3, 4), [torch.tensor([1.5, 2.0])], scratches)
     total, counted = own_loss(step, given)
     first = index == 0
     assert math.isfinite(total.item()) == math.isfinite(loss)
     assert not math.isfinite(loss) or total.item() == loss * first
     assert (counted.tokens, counted.by_source) == ((7, (3, 4)) if first else (0, (0, 0)))
     assert [losses.tolist() for losses in counted.summed_losses()] == [[1.5 * first, 2.0 * first]]
-    assert counted.loads is loads, "of the tokens of each rank alone"
+    assert counted.scratches is scratches, "of the tokens of each rank alone"
 
 
 def test_squares_whose_sum_overflows_are_not_finite() -> None:

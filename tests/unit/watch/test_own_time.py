@@ -27,7 +27,9 @@ def test_waits_in_operations_are_not_own_time() -> None:
         passes(2)
         line.wait(line.count(), lambda: passes(20))
 
-    run = own.of_operation(operation)
+    def run() -> None:
+        own.operation(operation) if own.on else operation()
+
     run()
     own.start()
     line.wait(line.count(), lambda: passes(100))  # between operations: no part of any
@@ -55,7 +57,7 @@ def test_an_operation_that_fails_leaves_nothing() -> None:
 
     for call in (fail, lambda: line.wait(line.count(), fail)):
         try:
-            own.of_operation(call)()
+            own.operation(call)
         except ValueError:
             own.stop()
         own.start()

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from megapipe.errors import LaunchError
-from megapipe.processes import machine
+from megapipe.util.processes import machine
 from megapipe.watch.rank import Watch
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megapipe.command_line import phase
+from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.parts import require
 from megapipe.model.gpt.hf.table import TABLE, Row
 from megapipe.words import together

@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megapipe.config.model import ModelConfig
+from megapipe.config.moe import MoEConfig
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.parts import Misfit, Part
-from megapipe.model.gpt.moe_checks import check_experts
-from megapipe.model.gpt.moe_config import MoEConfig
+from megapipe.model.gpt.moe.checks import check_experts
 
 TRAINING = (
     *("router_init_scale", "jitter", "second"),

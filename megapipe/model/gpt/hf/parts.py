@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.config import ModelConfig
 
 
 class Misfit(NamedTuple):

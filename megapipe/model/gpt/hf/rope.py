@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.parts import Misfit, Part
 
 _TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from megapipe.model.gpt.config import ModelConfig
+from megapipe.config.model import ModelConfig
 from megapipe.model.gpt.hf.experts import DOTS1_EXPERTS, MIXTRAL_EXPERTS, QWEN3_EXPERTS
 from megapipe.model.gpt.hf.parts import (
     APART_HEADS,

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.errors import CheckpointError
 from megapipe.layers.specs import by_name
-from megapipe.model.gpt.config import ModelConfig
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import Arrangement, Row
-from megapipe.model.gpt.moe import buffers
-from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
+from megapipe.model.gpt.parameters import WORD_EMBEDDING, buffers, known, stage_parameters
 from megapipe.model.partition import StageSpec
 
 _BUFFERS = re.compile(r"\.((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
@@ -63,7 +62,7 @@ def from_hf(
     """The global tensors of a class' state dict; the inverse of :func:`to_hf`.
 
     The prefix, such as `model.`, may be missing, as in files of the model without a head. With
-    tied embeddings so may the head. Experts may each have tensors of their own, as in files.
+    tied embeddings so may the head. A stack may be a tensor for each index, as in files.
     Buffers of old files (causal masks, rotary frequencies) are passed over.
 
     Returns:

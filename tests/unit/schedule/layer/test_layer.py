@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.layer.search import RULES, by_rule, fastest, in_turns, with_reductions
-from megapipe.schedule.layer.tasks import Resource, Step, Task, What, chunked
-from megapipe.schedule.layer.times import Order, by_priority, in_order
+from megapipe.schedule.moe_layer.search import RULES, by_rule, fastest, in_turns, with_reductions
+from megapipe.schedule.moe_layer.tasks import Resource, Step, Task, What, chunked
+from megapipe.schedule.moe_layer.times import Order, by_priority, in_order
 
 FLAT: tuple[tuple[What, Resource], ...] = (
     ("encode", "compute"),

@@ -1,0 +1,1 @@
+"""Expert replicas of a stage."""

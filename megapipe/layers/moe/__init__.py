@@ -1,0 +1,1 @@
+"""Layers with experts: routing, dispatch, products and combine."""

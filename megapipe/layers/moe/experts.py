@@ -1,0 +1,353 @@
+"""Experts: a layer that sends each token to some of many MLPs, with a split backward.
+
+Rows are tokens in the order of their experts, each as often as it has chosen
+(:mod:`megapipe.layers.moe.permutation`); the products of an expert take the rows between two ends.
+The weight of a choice multiplies the activation and not the expert's output, which therefore need
+not be kept: its gradient is found beside the activation's.
+
+From F to I the layer keeps its input, the outputs of the first product, the logits and the choice.
+Each rank routes the positions that it has. Where experts are on several ranks, rows and weights go
+to those of their experts, which keep them too; outputs, and in I gradients, come back likewise, in
+chunks of experts if so wanted (:mod:`megapipe.layers.moe.dispatch`).
+``W`` gets two grouped products and the router's; they add straight into the main gradients, expert
+by expert, and leave an expert without rows alone. Frozen experts leave nothing to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import Parameter
+
+from megapipe.experts.map import ExpertMap
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe import routing as route
+from megapipe.layers.moe.chunks import Chunk
+from megapipe.layers.moe.dispatch import Prefetch, joined
+from megapipe.layers.moe.owners import ExpertOwners
+from megapipe.layers.moe.padding import room
+from megapipe.layers.moe.permutation import Counts
+from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.layers.moe.routing import Chosen
+from megapipe.layers.moe.routing_noise import TokenNoise
+from megapipe.layers.moe.sharding import MoESharding, expert_parameter
+from megapipe.layers.moe.slice_state import EARLIER, EarlierSlices, added
+from megapipe.layers.moe.specs import Routing
+from megapipe.layers.moe.tasks import ExpertsTask, RouterTask
+from megapipe.layers.moe.token_shards import TokenShards
+from megapipe.layers.moe.weights import ExpertGrads, ExpertWeights
+from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.layers.specs import ParameterSpec
+from megapipe.ops.activation import Activate
+from megapipe.ops.moe.grouped import each_expert
+
+
+class Experts(nn.Module):
+    """[s(/tp), b, h] -> the same shape: a router and its experts, each of two matrices (with a gate
+    three). s are the positions of a context-parallel rank.
+
+    `layer` is the number of the layer. The choice of a first run is kept with the micro-batch until
+    the run that builds the graph has taken it.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        layer: int,
+        routing: Routing,
+        activation: Activate,
+        router: ParameterSpec,
+        up: tuple[ParameterSpec, ParameterSpec | None],
+        down: tuple[ParameterSpec, ParameterSpec | None],
+    ) -> None:
+        super().__init__()
+        self.sharding = sharding = MoESharding.of(sharding)
+        self.dispatcher = sharding.dispatcher
+        self.layer = layer
+        self.routing = routing
+        self.activation = activation
+        self.dtype = torch.promote_types(sharding.dtype, torch.float32)
+        """Of logits, scores and weights, and of sums over choices."""
+        self.first = sharding.part == 0
+        """Of the ranks with parts of the same experts, whose results are added up, this one adds
+        the bias of the second product."""
+        near = sharding.bandwidths
+        self.distance: Tensor | None
+        """[experts], of each from this rank, where it counts."""
+        far = None if near is None else route.distances(near, routing.experts, self.dtype)
+        self.register_buffer("distance", far)
+        self.frozen = router.frozen
+        self.router = new_parameter(sharding, router)
+        self.bias: Tensor | None
+        """[experts], of all of them, the same on every rank; what trains the model moves it."""
+        bias = torch.zeros(routing.experts, dtype=self.dtype) if routing.biased else None
+        self.register_buffer("bias", bias)
+        self.last: Tensor | None
+        """[1, experts], int64: the choices of each in the last step that the balance term counts;
+        spread evenly at first."""
+        even = torch.ones(1, routing.experts, dtype=torch.int64)
+        self.register_buffer("last", even if routing.scope == "step" else None)
+        even_map = ExpertMap.even(routing.experts, sharding.ranks)
+        self.ownership = ExpertOwners(even_map, sharding.rank)
+        self.up, self.up_bias = self._linear(*up)
+        self.down, self.down_bias = self._linear(*down)
+        self.places: ExpertPlaces | None = None
+        """Where experts and copies of them are, if copies come and go."""
+
+    def _linear(
+        self, weight: ParameterSpec, bias: ParameterSpec | None
+    ) -> tuple[Parameter, Parameter | None]:
+        made = None if bias is None else expert_parameter(self.sharding, bias, self.ownership)
+        return expert_parameter(self.sharding, weight, self.ownership), made
+
+    def forward(self, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
+        """With `graph_only` the output has a graph but no values."""
+        return _ExpertsFunction.apply(x, self.router, self, mb, torch.is_grad_enabled(), graph_only)
+
+    def noise(self, mb: MicroBatch, x: Tensor) -> TokenNoise | None:
+        """The random numbers of the tokens x [s, b, h], where there are some."""
+        if not (self.training and (self.routing.jitter or self.routing.random_second)):
+            return None
+        return TokenNoise(
+            mb, self.layer, (x.shape[0], x.shape[1]), self._shards(mb, x.shape[0], x.device)
+        )
+
+    def seen(self, noise: TokenNoise | None, tokens: Tensor) -> Tensor:
+        """Tokens as the router sees them, or from the gradient of that their own: in the type of
+        its logits, times the jitter."""
+        values = tokens.to(self.dtype)
+        if noise is None or not self.routing.jitter:
+            return values
+        return values * noise.jitter(values, self.routing.jitter)
+
+    def choice(
+        self,
+        logits: Tensor,
+        p: Tensor,
+        mb: MicroBatch,
+        sequences: int,
+        graph: bool,
+        noise: TokenNoise | None = None,
+    ) -> Chosen:
+        """The choice for a micro-batch: that of its first run, if there was one; `graph`: this run
+        builds the graph, and is the last. All ranks that share sequences or experts call it."""
+        choices = mb.scratch.by_layer(route.CHOICE)
+        found = choices.get(self.layer)
+        if found is None:
+            here = len(p) // sequences
+            shards, earlier = self._shards(mb, here, p.device), self._earlier(mb)
+            given = self.routing, sequences, shards
+            second = noise.second(p.device) if noise and self.routing.random_second else None
+            experts = route.choose(p, *given, self.bias, second, earlier)
+            rows = self._rows(self.placed(experts), sequences, shards)
+            if not self.training:
+                return Chosen(experts, experts.new_empty(0), rows)
+            counts = route.count(experts, *given) if self.last is None else self.last
+            spread = route.spread(p, self.routing, len(counts))
+            if earlier is not None:
+                earlier.spread = spread = added(earlier.spread, spread)
+                if self.last is None:
+                    earlier.counts = counts = added(earlier.counts, counts)
+            found = Chosen(experts, counts, rows)
+            told = spread if shards.ends(here) else None
+            loads = mb.scratch.by_layer(route.LOAD)
+            loads[self.layer] = route.load(logits, found, self.routing, told, self.distance)
+            if not graph:
+                choices[self.layer] = found
+        elif graph:
+            del choices[self.layer]
+        return found
+
+    def _rows(self, choice: Tensor, sequences: int, shards: TokenShards) -> Counts:
+        """Rows of the places of what was chosen, which are counted, or have room for all that there
+        can be."""
+        dispatcher, all_places = self.dispatcher, self._all_places
+        counting, here = dispatcher.counting, len(choice) // sequences
+        if not dispatcher.pad:
+            return dispatcher.count(choice, all_places, counting)
+        places = self.routing.places(shards.length(here))
+        assert places is not None, "checked"
+        return room(all_places, counting.size, sequences, min(places, here))
+
+    def _shards(self, mb: MicroBatch, here: int, device: torch.device) -> TokenShards:
+        return TokenShards.of(
+            self.sharding.sequence,
+            here,
+            device,
+            held=mb.held,
+            start=mb.start,
+            whole=mb.sequence_length,
+        )
+
+    def _earlier(self, mb: MicroBatch) -> EarlierSlices | None:
+        """Sums over the slices before this one, where sequences are cut into some."""
+        if mb.sequence_scratch is None:
+            return None
+        return mb.sequence_scratch.by_layer(EARLIER).setdefault(self.layer, EarlierSlices())
+
+    @property
+    def of_experts(self) -> list[Parameter]:
+        """Its parameters but the router's."""
+        every = self.up, self.up_bias, self.down, self.down_bias
+        return [each for each in every if each is not None]
+
+    def placed(self, choice: Tensor) -> Tensor:
+        """A choice of experts as one of their places."""
+        return choice if self.places is None else self.places.placed(choice)
+
+    @property
+    def _all_places(self) -> int:
+        """On all ranks that share the experts."""
+        return self.routing.experts if self.places is None else self.places.number
+
+    @property
+    def copies(self) -> int:
+        """Places of each rank for copies of experts."""
+        return 0 if self.places is None else self.places.copies
+
+    def weights(self, chunks: Sequence[Chunk]) -> Prefetch[ExpertWeights]:
+        """The weights of the experts that are computed here."""
+        parameters = self.up, self.up_bias, self.down, self.down_bias
+        return self.dispatcher.weights(parameters, chunks, self.places, adds_bias=self.first)
+
+    def grads(self, chunks: Sequence[Chunk]) -> ExpertGrads:
+        """Where their gradients are added."""
+        return self.dispatcher.grads(chunks, self.places)
+
+    def widen(self, of: ExpertWeights, ends: Sequence[int], x: Tensor) -> Tensor:
+        """The first product of a chunk's rows [rows, h]: [rows, (2) f]."""
+        wide = self.sharding.kernels.experts(x, of.up.flatten(1, -2).transpose(1, 2), ends)
+        if of.up_bias is not None:
+            for expert, here in each_expert(ends):
+                wide[here] += of.up_bias[expert].flatten()
+        return wide
+
+    def narrow(
+        self, of: ExpertWeights, ends: Sequence[int], wide: Tensor, weight: Tensor
+    ) -> Tensor:
+        """The second product of a chunk's rows, of their activation [rows, f] times the weight:
+        [rows, h]."""
+        inner = self.sharding.kernels.rows.weighted(wide, weight, self.activation)
+        y = self.sharding.kernels.experts(inner, of.down.transpose(1, 2), ends)
+        if of.down_bias is not None:
+            for expert, here in each_expert(ends):
+                y[here] += weight[here].unsqueeze(1).to(y.dtype) * of.down_bias[expert]
+        return y
+
+    def input_grads(
+        self, of: ExpertWeights, ends: Sequence[int], grad: Tensor, wide: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a chunk's rows, from the gradient of their outputs [rows, h] and the first product:
+        the input of the second one [rows, f], the gradient of the first [rows, (2) f], and that of
+        the weights [rows]."""
+        kernels = self.sharding.kernels
+        product = partial(kernels.experts, grad, of.down, ends)
+        inner, grad_wide, of_weight = kernels.rows.gradients(wide, weight, product, self.activation)
+        if of.down_bias is not None:
+            for expert, own in each_expert(ends):
+                of_weight[own] += (grad[own] @ of.down_bias[expert]).to(self.dtype)
+        return inner, grad_wide, of_weight
+
+
+def expert_layers(module: Any) -> Iterator[Experts]:
+    """Yield the layers with experts of a stage."""
+    return (each for each in module.modules() if isinstance(each, Experts))
+
+
+class _ExpertsFunction(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        router: Parameter,
+        layer: Experts,
+        mb: MicroBatch,
+        graph: bool,
+        graph_only: bool,
+    ) -> Tensor:
+        routing, tokens, sequences = layer.routing, x.flatten(0, 1), x.shape[1]
+        noise = layer.noise(mb, x)
+        logits = layer.seen(noise, tokens) @ router.to(layer.dtype).t()
+        p = routing.router.scores(logits)
+        choice, counts, told = layer.choice(logits, p, mb, sequences, graph, noise)
+        kernels = layer.sharding.kernels
+        weights = route.weights(p, route.experts_of(choice), routing)
+        slots = layer.placed(choice), told, layer.copies
+        dispatch = layer.dispatcher.dispatch(*slots)  # the host waits for the counts
+        del slots
+        combine, matrices = dispatch.combine(), layer.weights(dispatch.plan.chunks)
+        both = dispatch.dispatch_tokens(tokens), dispatch.dispatch_weights(weights)
+        arrived: list[list[Tensor]] = []
+        widened: list[Tensor] = []
+        for chunk, of, values in dispatch.pipelined_chunks(matrices, *both):
+            arrived.append(values)
+            here, weight = values
+            widened.append(layer.widen(of, chunk.ends, here))
+            if not graph_only:
+                combine.send(layer.narrow(of, chunk.ends, widened[-1], weight))
+            del of  # fetched matrices, before more are
+        kept: Iterable[Tensor | None] = None, None
+        if not dispatch.plan.alone:
+            kept = map(joined, zip(*arrived, strict=True))
+        rows_kept, weights_kept = kept
+        needed = (None, None) if layer.frozen else (x, rows_kept)
+        if mb.sequence_scratch is not None:
+            counts = counts.data  # of a version of its own: later slices add theirs
+        ctx.save_for_backward(
+            *needed, weights_kept, joined(widened), logits, choice, counts, *dispatch.tensors
+        )
+        ctx.plan, ctx.layer, ctx.unit = dispatch.plan, layer, mb.position_scale
+        ctx.seen = partial(layer.seen, noise)
+        if graph_only:
+            return x.new_empty(()).expand(x.shape)
+        total = dispatch.rows.add_up(combine.wait(), layer.dtype, kernels.rows)
+        return total.to(x.dtype).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, here, weight, wide, logits, choice, counts, *tensors = ctx.saved_tensors
+        layer: Experts = ctx.layer
+        dispatch = layer.dispatcher.restore(ctx.plan, *tensors)
+        rows, plan = dispatch.rows, dispatch.plan
+        queue, kernels = layer.sharding.queue, layer.sharding.kernels
+        routing, ids = layer.routing, route.experts_of(choice)
+        p = routing.router.scores(logits)
+        if weight is None:
+            weight = rows.of_choices(route.weights(p, ids, routing))
+        of_x, of_weights = dispatch.combine(), dispatch.combine_weight_grads()
+        found: list[tuple[Tensor, ...]] = []
+        matrices = layer.weights(plan.chunks)
+        grads = dispatch.dispatch_tokens(grad.flatten(0, 1))
+        for chunk, of, (grad_y,) in dispatch.pipelined_chunks(matrices, grads):
+            part, ends = chunk.here, chunk.ends
+            inner, grad_wide, of_weight = layer.input_grads(
+                of, ends, grad_y, wide[part], weight[part]
+            )
+            if not layer.frozen:
+                found.append((grad_y, inner, grad_wide))
+            of_x.send(kernels.experts(grad_wide, of.up.flatten(1, -2), ends))
+            of_weights.send(of_weight)
+            del of
+        if not layer.frozen:
+            tokens = x.detach().flatten(0, 1)
+            grad_y, inner, grad_wide = map(joined, zip(*found, strict=True))
+            how = plan.ends, kernels.accumulate, layer.grads(plan.chunks)
+            down = layer.down, layer.down_bias, inner, grad_y, *how
+            queue.put(ExpertsTask(*down, weighted=weight))
+            here = rows.gather(tokens) if here is None else here
+            queue.put(ExpertsTask(layer.up, layer.up_bias, here, grad_wide, *how))
+        grad_x = of_x.wait()
+        of_logits = route.logits_grad(
+            rows.to_choices(of_weights.wait()),
+            *(logits, p, ids, counts, routing, ctx.unit, layer.distance),
+        )
+        if not layer.frozen:
+            queue.put(RouterTask(layer.router, tokens, of_logits, ctx.seen))
+        total = rows.add_up(grad_x, layer.dtype, kernels.rows)
+        total += ctx.seen(of_logits @ layer.router.to(layer.dtype))
+        return total.to(grad.dtype).view_as(grad), None, None, None, None, None

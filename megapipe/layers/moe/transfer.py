@@ -1,0 +1,179 @@
+"""The hops by which rows travel between ranks: one all-to-all, or one within nodes and one between.
+
+With two hops (Tutel, Hwang et al., 2206.03382) a rank gives its rows first to the rank of its own
+node that has the place of their goal in the goal's node, which then exchanges with those that have
+this place in other nodes: as many bytes between nodes, in fewer and larger messages::
+
+    rank (a, i)  --within node a-->  rank (a, j)  --between nodes-->  rank (b, j)
+
+Rows arrive in the order of the ranks that they are from, whichever way they went.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.distributed.axis import Axis
+from megapipe.distributed.collectives import Wait, done, start_all_to_all
+from megapipe.layers.moe.row_codec import UNCODED, RowCodec
+
+
+class AllToAll(NamedTuple):
+    """An all-to-all of rows."""
+
+    axis: Axis
+    sends: Sequence[int]
+    """Rows for each member."""
+    receives: Sequence[int]
+    """Rows from each member."""
+
+
+class Permute(NamedTuple):
+    """Blocks of rows that are put into another order, from (i, j) to (j, i)."""
+
+    blocks: Sequence[Sequence[int]]
+    """Rows of each, [i][j]."""
+
+
+Step = AllToAll | Permute
+Moved = Callable[[int, int], int]
+"""Rows that one member of the group has for another."""
+StartExchange = Callable[[Tensor, Axis, Sequence[int], Sequence[int]], tuple[Tensor, Wait]]
+""":func:`start_exchange`, or what stands in its place."""
+
+
+def start_exchange(
+    rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]
+) -> tuple[Tensor, Wait]:
+    """Start to send the first `sends[0]` of `rows` [rows, ...] to member 0 of `axis`, the next
+    `sends[1]` to member 1, ...; return the rows that arrive, in the order of the members, and a
+    function that waits until they have."""
+    shape = rows.shape[1:]
+    of_row = prod(shape)
+    parts = ([of_row * n for n in each] for each in (sends, receives))
+    flat, wait = start_all_to_all(rows.flatten(), axis, *parts)
+    return flat.view(-1, *shape), wait
+
+
+class Transfer:
+    """Rows that are sent in steps, coded; the first exchange has begun."""
+
+    def __init__(
+        self,
+        rows: Tensor,
+        steps: Iterable[Step],
+        codec: RowCodec = UNCODED,
+        start: StartExchange = start_exchange,
+    ) -> None:
+        self._codec, self._dtype = codec, rows.dtype
+        self._rows = codec.coded(rows)
+        self._steps = deque(steps)
+        self._start_exchange = start
+        self._wait = done
+        self._start()
+
+    def start_next_hop(self) -> None:
+        """Start the next exchange, if there is one."""
+        if any(isinstance(step, AllToAll) for step in self._steps):
+            self._start()
+
+    def wait(self) -> Tensor:
+        """Return the rows, once all steps are done."""
+        while self._steps:
+            self._start()
+        self._wait()
+        self._wait = done
+        self._rows = self._codec.decoded(self._rows, self._dtype)
+        return self._rows
+
+    def _start(self) -> None:
+        """Take the steps that are left up to an exchange, which begins."""
+        self._wait()
+        self._wait = done
+        while self._steps:
+            step = self._steps.popleft()
+            if isinstance(step, Permute):
+                self._rows = _permuted(self._rows, step.blocks)
+                continue
+            self._rows, self._wait = self._start_exchange(self._rows, *step)
+            return
+
+
+def _permuted(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
+    sizes = [size for line in blocks for size in line]
+    parts, width = rows.split(sizes), len(blocks[0])
+    return torch.cat([part for j in range(width) for part in parts[j::width]])
+
+
+def dispatch_steps(moved: Moved, ep: Axis, hops: tuple[Axis, Axis] | None) -> list[Step]:
+    """From the tokens to the experts: in one hop, or within the node and between nodes."""
+    if ep.size == 1:
+        return []
+    if hops is None:
+        return [_flat(moved, ep)]
+    own, passing, coming = _two_hops(moved, *hops)
+    inner, outer = hops
+    return [
+        Permute(own),
+        AllToAll(inner, _sums(_across(own)), _sums(passing)),
+        Permute(passing),
+        AllToAll(outer, _sums(_across(passing)), _sums(coming)),
+    ]
+
+
+def combine_steps(moved: Moved, ep: Axis, hops: tuple[Axis, Axis] | None) -> list[Step]:
+    """From the experts to the tokens, the same way."""
+    if ep.size == 1:
+        return []
+    if hops is None:
+        axis, sends, receives = _flat(moved, ep)
+        return [AllToAll(axis, receives, sends)]
+    own, passing, coming = _two_hops(moved, *hops)
+    inner, outer = hops
+    return [
+        AllToAll(outer, _sums(coming), _sums(_across(passing))),
+        Permute(_across(passing)),
+        AllToAll(inner, _sums(passing), _sums(_across(own))),
+        Permute(_across(own)),
+    ]
+
+
+def _flat(moved: Moved, ep: Axis) -> AllToAll:
+    members = range(ep.size)
+    sends = [moved(ep.index, member) for member in members]
+    return AllToAll(ep, sends, [moved(source, ep.index) for source in members])
+
+
+Blocks = list[list[int]]
+
+
+def _two_hops(moved: Moved, inner: Axis, outer: Axis) -> tuple[Blocks, Blocks, Blocks]:
+    """Rows that this rank has for (node, place); that it passes on, from a place of its node to
+    other nodes; that are for it, from (node, place)."""
+    places, nodes = range(inner.size), range(outer.size)
+
+    def rank(node: int, place: int) -> int:
+        return node * inner.size + place
+
+    me = rank(outer.index, inner.index)
+    own = [[moved(me, rank(node, place)) for place in places] for node in nodes]
+    passing = [
+        [moved(rank(outer.index, place), rank(node, inner.index)) for node in nodes]
+        for place in places
+    ]
+    coming = [[moved(rank(node, place), me) for place in places] for node in nodes]
+    return own, passing, coming
+
+
+def _across(blocks: Blocks) -> Blocks:
+    return [list(column) for column in zip(*blocks, strict=True)]
+
+
+def _sums(blocks: Blocks) -> list[int]:
+    return [sum(line) for line in blocks]

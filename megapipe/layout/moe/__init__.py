@@ -1,0 +1,1 @@
+"""How experts are split over ranks: the section `experts`, resolved and checked."""

@@ -1,0 +1,1 @@
+"""Operations on rows in the order of their experts."""

@@ -1,0 +1,48 @@
+"""Process groups of buckets (:class:`megapipe.layout.buckets.Group`)."""
+
+from __future__ import annotations
+
+from megapipe.distributed.mesh import Axis, ParallelMesh
+from megapipe.layout.buckets import Group
+from megapipe.optim.link import Link
+
+
+class BucketGroups:
+    """The process groups of a process' buckets, made once for each set of ranks."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self.mesh = mesh
+        self._made: dict[tuple[int, ...], Axis] = {}
+        if mesh.backend != "nccl":
+            self._made[mesh.dp.ranks] = mesh.dp
+
+    def axis(self, group: Group) -> Axis:
+        """Return the axis of a `group` that this process is in, made at its first use.
+
+        All processes that share a bucket ask in the same order.
+        """
+        ranks = self._ranks(group)
+        if len(ranks) == 1:
+            return Axis.alone(self.mesh.rank)
+        if ranks not in self._made:
+            self._made[ranks] = self.mesh.connected(self.mesh.group_of(ranks))
+        return self._made[ranks]
+
+    def link(self, first: int, last: int) -> Link:
+        """Make the link between this rank and its counterpart, which differs in the pipeline index
+        alone. The one at `first` updates."""
+        grid, at = self.mesh.grid, self.mesh.at
+        ranks = sorted(grid.rank_of(at._replace(pp=index)) for index in (first, last))
+        gradients, weights = (self.mesh.group_of(ranks, ctas=1) for _ in range(2))
+        link = Link(gradients, weights, updates=at.pp == first, early=self.mesh.backend != "nccl")
+        link.connect(self.mesh.device)
+        return link
+
+    def _ranks(self, group: Group) -> tuple[int, ...]:
+        """List the members of a group, ascending."""
+        grid, rank, over_ep = self.mesh.grid, self.mesh.rank, group.over_ep
+        own = grid.copy_of(rank, over_ep=over_ep)
+        first = own - own // group.stride % group.copies * group.stride
+        copies = range(first, first + group.copies * group.stride, group.stride)
+        holders = grid.holders(rank, group.holders, over_ep=over_ep)
+        return tuple(each for each in holders if grid.copy_of(each, over_ep=over_ep) in copies)

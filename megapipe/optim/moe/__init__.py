@@ -1,0 +1,1 @@
+"""Optimizer state of experts that change their owners."""

@@ -1,0 +1,114 @@
+"""When tasks of a layer begin and end: by lists of priorities, or in a given order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.moe_layer.tasks import EXCHANGES, Resource, Task
+
+Order = Mapping[Resource, Sequence[int]]
+"""Of each resource its tasks, by their places in the list, one after the other."""
+
+
+class Slot(NamedTuple):
+    """The time of a task."""
+
+    ready: float
+    """When all that it comes after is done."""
+    start: float
+    end: float
+
+
+class Timed(NamedTuple):
+    """Tasks with their times, in the order of the list."""
+
+    tasks: Sequence[Task]
+    slots: Sequence[Slot]
+
+    @property
+    def seconds(self) -> float:
+        """Until the layer is through; reductions may go on."""
+        ends = (slot.end for task, slot in self._each() if task.what != "reduce")
+        return max(ends, default=0.0)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of these in which nothing is computed."""
+        return self.seconds - sum(task.seconds for task in self.tasks if task.resource == "compute")
+
+    @property
+    def longest_wait(self) -> float:
+        """The longest that an exchange, ready to leave, waits for reductions on its link."""
+        return max(
+            (self._wait(task, slot) for task, slot in self._each() if task.what in EXCHANGES),
+            default=0.0,
+        )
+
+    @property
+    def order(self) -> Order:
+        """The order in which they begin."""
+        order: dict[Resource, list[int]] = defaultdict(list)
+        for number in sorted(range(len(self.tasks)), key=lambda n: self.slots[n][1:]):
+            order[self.tasks[number].resource].append(number)
+        return order
+
+    def _each(self) -> zip[tuple[Task, Slot]]:
+        return zip(self.tasks, self.slots, strict=True)
+
+    def _wait(self, waiting: Task, slot: Slot) -> float:
+        return sum(
+            max(0.0, min(slot.start, other.end) - max(slot.ready, other.start))
+            for task, other in self._each()
+            if task.what == "reduce" and task.resource == waiting.resource
+        )
+
+
+def by_priority(tasks: Sequence[Task], priority: Callable[[Task], float]) -> Timed:
+    """List scheduling: a resource that is free begins the task with the lowest `priority` of those
+    that are ready, and of equal ones the first of the list."""
+    return _timed(tasks, priority, {})
+
+
+def in_order(tasks: Sequence[Task], order: Order) -> Timed:
+    """The tasks of each resource in the given order, each as early as it can.
+
+    Raises :class:`ScheduleError` if tasks are missing, listed twice or by another resource, or
+    wait for each other in a circle.
+    """
+    for resource in sorted({*order, *(task.resource for task in tasks)}):
+        given = list(order.get(resource, ()))
+        own = [number for number, task in enumerate(tasks) if task.resource == resource]
+        if sorted(given) != own:
+            raise ScheduleError(f"order of {resource}: {given} are not its tasks {own}, each once")
+    before = {next_: each for given in order.values() for each, next_ in pairwise(given)}
+    return _timed(tasks, lambda task: 0, before)
+
+
+def _timed(
+    tasks: Sequence[Task], priority: Callable[[Task], float], before: Mapping[int, int]
+) -> Timed:
+    """Give tasks their times one by one, of those that may be next the one that starts first, where
+    several can then by `priority`. Each comes after the one that is `before` it on its resource."""
+    slots: dict[int, Slot] = {}
+    free: dict[Resource, float] = defaultdict(float)
+    while len(slots) < len(tasks):
+        ready = {
+            number: max((slots[n].end for n in task.after), default=0.0)
+            for number, task in enumerate(tasks)
+            if number not in slots
+            and all(n in slots for n in task.after)
+            and (number not in before or before[number] in slots)
+        }
+        if not ready:
+            left = [number for number in range(len(tasks)) if number not in slots]
+            raise ScheduleError(f"tasks {left} wait for each other in this order")
+        starts = {number: max(when, free[tasks[number].resource]) for number, when in ready.items()}
+        number = min(starts, key=lambda n: (starts[n], priority(tasks[n]), n))
+        end = starts[number] + tasks[number].seconds
+        slots[number] = Slot(ready[number], starts[number], end)
+        free[tasks[number].resource] = end
+    return Timed(tasks, [slots[number] for number in range(len(tasks))])

@@ -1,0 +1,1 @@
+"""Training without a flush, where operations read stale weights."""

@@ -1,0 +1,1 @@
+"""Training of layers with experts: statistics, state of routing, experts that change ranks."""

@@ -1,0 +1,1 @@
+"""Going on from a checkpoint: which one, under which changes of keys."""

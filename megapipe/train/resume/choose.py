@@ -1,0 +1,197 @@
+"""Which checkpoint a run starts from; all ranks take the same one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from megapipe.checkpoint.failed import FailedCheckpoints
+from megapipe.checkpoint.folders import committed
+from megapipe.checkpoint.names import Committed
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.storage import Place, at
+from megapipe.cli import flatten
+from megapipe.config.checkpoint import CheckpointConfig
+from megapipe.config.config import Config
+from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.errors import CheckpointError, ConfigError, MegapipeError
+from megapipe.train.resume.find import (
+    Newest,
+    newest_intact,
+    newest_of,
+    open_hugging_face,
+    placed,
+    verified,
+)
+from megapipe.train.resume.memory_copies import MemoryCopies, run_of
+from megapipe.train.source import Source, folder_to_load, of_load
+
+
+def choose(
+    config: Config,
+    checkpoints: Place,
+    mesh: ParallelMesh,
+    *,
+    before: int | None = None,
+    memory: MemoryCopies | None = None,
+) -> Source:
+    """The newest checkpoint in `checkpoints` that is intact, or a newer one in the `memory` of the
+    nodes, else ``checkpoint.load``, else weights that are in `checkpoints` alone.
+
+    Damaged ones are passed over if one is intact; ``checkpoint.load`` must be intact. Where a
+    launcher has started the run again, rank 0 is given `before`: if not 0, checkpoints of so many
+    steps or more are passed over from now on, as long as there is another. Copies in memory that
+    are newer than what is chosen are removed. Raises :class:`CheckpointError` or
+    :class:`ConfigError` on every rank, as ``run.resume`` demands.
+    """
+    before = json.loads(mesh.share(json.dumps(before)))
+    if config.run.resume == "never" and before is None:
+        own = newest_intact(checkpoints, mesh)
+        if (checkpoint := own.checkpoint or own.weights) is not None:
+            raise ConfigError(
+                f"{checkpoints.parent} already has the checkpoint {checkpoint.path.name}, and "
+                "run.resume is never; choose another run.name"
+            )
+    failed = _failed(checkpoints, before or 0, mesh)
+    copies = None if memory is None else _Copies(memory, run_of(flatten(config)), before or None)
+    found = _newest_of_all(checkpoints, mesh, failed.paths, copies)
+    if found.checkpoint is not None:
+        found.skipped.extend(
+            f"{path}: starts from it, or before it, have failed"
+            for path in failed.paths
+            if at(path).is_checkpoint()
+        )
+    elif failed.names or before:
+        copies = None if copies is None else copies._replace(below=None)
+        ruined = [checkpoints / name for name in failed.not_finite()]
+        found = _newest_of_all(checkpoints, mesh, ruined, copies)
+        if found.checkpoint is None and ruined:
+            found = _newest_of_all(checkpoints, mesh, [], copies)
+    if memory is not None:
+        memory.forget(-1 if found.checkpoint is None else found.checkpoint.step)
+    if found.checkpoint is not None:
+        return Source(
+            found.checkpoint,
+            is_own=True,
+            skipped=found.skipped,
+            failed=failed,
+            in_memory=memory is not None and memory.has(found.checkpoint),
+        )
+    never, must = (config.run.resume == word for word in ("never", "must"))
+    if must or (found.damaged and not never):
+        where = "" if found.damaged else "run.resume=must: "
+        reasons = f": {'; '.join(found.skipped)}" if found.skipped else ""
+        advice = "to begin anew set run.resume=never, or another run.name"
+        raise CheckpointError(
+            f"{where}{checkpoints}: no checkpoint to resume from{reasons}; "
+            + (advice if reasons else "expected one, or auto")
+        )
+    source = Source(skipped=found.skipped)
+    if config.checkpoint.load is not None:
+        try:
+            _begin_from(config, source, mesh)
+        except (CheckpointError, ConfigError) as error:
+            raise of_load(error) from None
+    else:
+        source.weights = found.weights
+    return source
+
+
+class _Copies(NamedTuple):
+    """Where to look for copies in memory: those of a run, of less than `below` steps if given."""
+
+    memory: MemoryCopies
+    run: str
+    below: int | None
+
+    def newest(self, above: int, skipped: list[str]) -> Checkpoint | None:
+        """The newest of more than `above` steps; `skipped` gets what is wrong with others."""
+        checkpoint, reasons = self.memory.newest(self.run, above, self.below)
+        skipped += [reason for reason in reasons if reason not in skipped]
+        return checkpoint
+
+
+def _newest_of_all(
+    folder: Place, mesh: ParallelMesh, failed: Collection[Place], copies: _Copies | None
+) -> Newest:
+    """:func:`newest_intact`, or a copy in memory that is newer; files in `folder` are not read
+    where their names tell that it is."""
+    skipped: list[str] = []
+    if copies is not None:
+        path = newest_of(folder, {*failed}, [], mesh)
+        key = None if path is None else Committed.parsed(path.name)
+        copy = copies.newest(-1 if key is None else key.step, skipped)
+        if copy is not None:
+            return Newest(copy, skipped, False)
+    found = newest_intact(folder, mesh, failed)
+    found.skipped.extend(skipped)
+    if copies is not None and (found.damaged or found.weights is not None):
+        above = -1 if found.checkpoint is None else found.checkpoint.step
+        copy = copies.newest(above, found.skipped)
+        return found if copy is None else found._replace(checkpoint=copy)
+    return found
+
+
+def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
+    """Set what ``checkpoint.load`` names, which rank 0 looks up, as the start of a run."""
+    text, error = "", None
+    if mesh.rank == 0:
+        try:
+            text = " ".join(map(str, folder_to_load(config)))
+        except MegapipeError as raised:
+            error = raised
+    all_or_none(mesh, error)
+    kind, _, name = mesh.share(text).partition(" ")
+    if kind == "hugging_face":
+        source.take(open_hugging_face(Path(name), mesh), config)
+    else:
+        source.take(_intact(kind, placed(name, config, mesh), config, source, mesh), config)
+
+
+def _intact(
+    kind: str, path: Place, config: Config, source: Source, mesh: ParallelMesh
+) -> Checkpoint:
+    """The checkpoint at `path`, or the newest of the run there; `source` is told what was passed
+    over."""
+    if kind == "checkpoint":
+        checkpoint, problem = verified(path, mesh)
+        if checkpoint is None:
+            raise CheckpointError(problem)
+        return checkpoint
+    found = newest_intact(path, mesh)
+    source.skipped += found.skipped
+    checkpoint = found.checkpoint or found.weights
+    if config.checkpoint.load_only == "weights":
+        checkpoint = found.weights or found.checkpoint
+    if checkpoint is None:
+        raise CheckpointError(f"{path}: no checkpoint is intact: {'; '.join(found.skipped)}")
+    return checkpoint
+
+
+def find_weights(name: str, mesh: ParallelMesh) -> Source:
+    """Find the weights that `name` stands for, as in ``checkpoint.load``; they must be intact.
+
+    Raises :class:`CheckpointError` or :class:`ConfigError` on every rank.
+    """
+    source = Source()
+    _begin_from(Config(checkpoint=CheckpointConfig(load=name, load_only="weights")), source, mesh)
+    return source
+
+
+def _failed(folder: Place, before: int, mesh: ParallelMesh) -> FailedCheckpoints:
+    """Checkpoints that rank 0 finds marked, after it has marked those of `before` steps or more;
+    0: none."""
+    failed, error = FailedCheckpoints(folder), None
+    if mesh.rank == 0:
+        try:
+            failed = FailedCheckpoints.read(folder)
+            for key in committed(folder):
+                if before and key.step >= before:
+                    failed.add(key.name)
+        except CheckpointError as problem:
+            error = problem
+    all_or_none(mesh, error)
+    return FailedCheckpoints(folder, json.loads(mesh.share(json.dumps(failed.names))))

@@ -1,0 +1,62 @@
+"""Loading a checkpoint, or weights alone, into the state of a run; all ranks load the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megapipe.checkpoint.reader import Checkpoint
+from megapipe.checkpoint.stateful import Weights
+from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.errors import MegapipeError
+from megapipe.train import checkpoint_io
+from megapipe.train.moe.upcycle import without_source
+from megapipe.train.resume.memory_copies import MemoryCopies
+from megapipe.train.state import RunState
+
+
+def load(
+    checkpoint: Checkpoint,
+    state: RunState,
+    mesh: ParallelMesh,
+    memory: MemoryCopies | None = None,
+) -> None:
+    """Set weights and states to the checkpoint's, which may be a copy in `memory`. Raises on every
+    rank if it does not fit."""
+    error, machine = None, state.machine
+    if memory is not None:
+        state.prepare(checkpoint)
+        needed = checkpoint_io.files_needed(machine.optimizer, checkpoint, state.entries())
+        memory.bring(checkpoint, needed)
+    try:
+        model, states = machine.layout.model, machine.optimizer.rule.states
+        shapes = model.weights()
+        for name, shape in model.shapes(trained=True).items():
+            shapes |= {f"optimizer.{each}/{name}": shape for each in states}
+        checkpoint.match(shapes)
+        state.take_over(checkpoint)
+    except MegapipeError as problem:
+        error = problem
+    all_or_none(mesh, error)
+    if memory is not None:
+        memory.release()
+
+
+def load_weights(weights: Weights, state: RunState, mesh: ParallelMesh) -> None:
+    """Set the weights alone; adapters, where `weights` have none, begin afresh, and so do routers
+    of experts that are copies. Raises on every rank if they do not fit."""
+    machine = state.machine
+    error, model, run = None, machine.layout.model, machine.config
+    fresh: Collection[str] = ()
+    if run.lora.rank is not None and weights.config.get("lora.rank") is None:
+        fresh = model.shapes(trained=True).keys()
+    if run.checkpoint.upcycle:
+        fresh = without_source(model.shapes())
+    try:
+        begun = {f"model/{name}" for name in fresh}
+        weights.match({n: shape for n, shape in model.weights().items() if n not in begun})
+        checkpoint_io.load_weights(machine.optimizer, weights, fresh=fresh, seed=run.run.seed)
+        state.read_weights(weights)
+    except MegapipeError as problem:
+        error = problem
+    all_or_none(mesh, error)

@@ -1,0 +1,82 @@
+"""The loss over held-out samples, by forward programs alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megapipe.data.batch import Samples
+from megapipe.engine.executor import Executor
+from megapipe.schedule.generators import forward_only
+from megapipe.schedule.ir import Schedule
+from megapipe.train.feed import Feed, Rows
+from megapipe.train.step.machine import Machine
+from megapipe.train.step.own_totals import StepTotals
+
+MICROBATCHES = 64
+"""Most micro-batches of one program."""
+
+
+class Evaluation(NamedTuple):
+    """The result of validation."""
+
+    loss: float
+    """Mean over the unmasked tokens, in nats."""
+    tokens: int
+    """Unmasked tokens."""
+    stopped: bool = False
+    """Some rank was asked to stop before all samples were seen; the loss is nan."""
+
+
+class Evaluator:
+    """Runs the forward programs of validation."""
+
+    def __init__(self, machine: Machine, feed: Feed, totals: StepTotals) -> None:
+        self._machine = machine
+        self._feed = feed
+        self._totals = totals
+        self._programs: dict[int, tuple[Schedule, list[Executor]]] = {}
+        """By the number of micro-batches."""
+
+    def evaluate(self, rows: Rows, samples: int, stop: Callable[[], bool]) -> Evaluation:
+        """See :meth:`~megapipe.train.train_step.TrainStep.evaluate`."""
+        machine = self._machine
+
+        def masked(indices: Sequence[int]) -> Samples:
+            given = Samples(*rows(indices))
+            inside = torch.tensor([i < samples for i in indices])
+            return given._replace(mask=given.mask * inside.unsqueeze(1))
+
+        per_microbatch = machine.config.train.microbatch * machine.layout.dp
+        left = -(-samples // per_microbatch)
+        first, total, tokens = 0, 0.0, 0
+        with machine.optimizer.true_weights():
+            while left:
+                m = min(left, MICROBATCHES)
+                loss, own = self.run_forward(masked, first, m)
+                sums = torch.tensor([loss, own, stop()], dtype=torch.float64)
+                whole = machine.mesh.ordered_sum(sums, "tp", "cp", "dp", "pp")
+                loss_sum, seen, stopped = whole.tolist()
+                total += loss_sum
+                tokens += int(seen)
+                if stopped:
+                    return Evaluation(math.nan, tokens, stopped=True)
+                first += m * per_microbatch
+                left -= m
+        return Evaluation(total / max(tokens, 1), tokens)
+
+    def run_forward(self, rows: Rows, first: int, microbatches: int) -> tuple[float, int]:
+        """Sum of the unmasked token losses, and these tokens, of the samples from `first` on that
+        the last stages of this process see in so many micro-batches."""
+        machine = self._machine
+        if microbatches not in self._programs:
+            schedule = forward_only(machine.placement, microbatches)
+            self._programs[microbatches] = schedule, machine.executors(schedule, train=False)
+        schedule, executors = self._programs[microbatches]
+        given, counted = self._feed.fetch(schedule, rows, 0, first)
+        machine.pipeline.run(executors, given)
+        loss, counted = self._totals.own_loss(counted)
+        return loss.item(), counted.tokens

@@ -1,0 +1,58 @@
+"""The optimizer of a process: buckets of its stages, and where their states live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megapipe.assembly.moe.replicas import make_places
+from megapipe.config.config import Config
+from megapipe.distributed.mesh import ParallelMesh
+from megapipe.layout.buckets import process_buckets
+from megapipe.layout.layout import Layout
+from megapipe.model.interface import StageModule
+from megapipe.ops.kernels import Kernels
+from megapipe.optim.buffers import make_buckets
+from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.state_store import StatePolicy
+from megapipe.optim.velocity import decay
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.streams.stream import mean_staleness, moved_back
+
+
+def make_optimizer(
+    config: Config,
+    layout: Layout,
+    mesh: ParallelMesh,
+    schedule: Schedule,
+    modules: Mapping[int, StageModule],
+    kernels: Kernels,
+) -> Optimizer:
+    """Make the optimizer of the stages `modules`, whose parameters get their storage. `schedule` is
+    the one that training begins with, and may place stages elsewhere than the layout's."""
+    run, stages = config.run, schedule.placement.stages
+    plans = process_buckets(config, replace(layout, schedule=schedule), mesh.at.pp)
+    buckets = make_buckets(plans, modules, mesh)
+    places = make_places(config, modules)
+    states = StatePolicy.of(config.optimizer, run.seed, Path(run.folder) / run.name, mesh.device)
+    velocity, staleness = {}, {}
+    if layout.stream is not None:
+        states = replace(states, apart=True)
+        correction = config.pipeline.correction
+        back = moved_back(layout.stream)
+        velocity = {stage: decay(correction, updates) for stage, updates in back.items()}
+        behind = mean_staleness(layout.stream)
+        staleness = {stage: float(updates) for stage, updates in behind.items()}
+        staleness[stages] = staleness[0]  # the tied embedding's
+    return Optimizer(
+        buckets,
+        config.optimizer,
+        mesh,
+        stages,
+        states=states,
+        kernel=kernels.adam,
+        velocity=velocity,
+        staleness=staleness,
+        replicas=places,
+    )

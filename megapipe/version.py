@@ -1,0 +1,7 @@
+"""The version of megapipe, and where it is."""
+
+from pathlib import Path
+
+__version__ = "0.2.0"
+PACKAGE = Path(__file__).parent
+"""The folder of the package."""
