@@ -98,8 +98,12 @@ class Agent(LocalElasticAgent):
         self.before = next(iter(self._heard), None)
         if self.before is None and code - 128 not in self._handed_on:
             store = _store(worker_group)
-            with contextlib.suppress(DistError, Mute):
+            try:
                 self.before = within(ANSWER_S, lambda: claim(store, code))
+            except DistError:
+                pass
+            except Mute:
+                self._ear = None  # in C++ it waits for the same store
 
     def _hear(self, store: Store) -> None:
         """Wait for a failure of the job while it runs, over a connection of its own: the store may

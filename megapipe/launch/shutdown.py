@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megapipe.command_line import say, show_trace
 from megapipe.errors import Interrupted, LaunchError, MegapipeError, Preempted
-from megapipe.launch.deadline import unless_within
+from megapipe.launch.deadline import is_set_within, unless_within
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
 from megapipe.launch.speaking import is_speaker, speaks_alone
@@ -109,7 +109,7 @@ class Shutdown:
     def _watch(self) -> None:
         lost = LaunchError(f"rank {self.info.rank} lost {self._place()}")
         store = self._await_failure()
-        if self._leaving.wait(GRACE_S):
+        if is_set_within(self._leaving, GRACE_S):
             return
         self._ender.acquire()
         try:

@@ -242,6 +242,7 @@ def test_differences_on_one_line() -> None:
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is not to end where a busy machine answers late."""
     monkeypatch.setattr(shutdown, "ANSWER_S", 60.0)
+    monkeypatch.setattr(shutdown, "GRACE_S", 60.0)
 
 
 @pytest.fixture

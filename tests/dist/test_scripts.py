@@ -19,6 +19,7 @@ import pytest
 from tests.parity.marks import in_parts
 from tests.parity.stand_ins import write_program
 from tests.running import lowest_packages, python_versions
+from tests.running.processes import BY_FILE
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -160,7 +161,7 @@ OTHER_SYSTEMS = [
 ]
 
 
-WORKERS = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--durations=30"]
+WORKERS = ["-n", "3", *BY_FILE, "--durations=30"]
 PYTEST = ["pytest", "-m", "not slow and not gpu and not full and not deadline", *WORKERS]
 CHECKS = [*LINT, LINKS, PYTEST]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.running.changes import Changes, NoRepositoryError, changes_since
 from tests.running.choice import Choice, choose
 from tests.running.map_file import ROOT, CoverageMap, load
+from tests.running.processes import BY_FILE
 from tests.running.wanted import Wanted, wanted_tests
 
 MARKS = "not slow and not gpu"
@@ -153,6 +154,6 @@ def _run_tests(choice: Choice, folder: Path, options: Sequence[str]) -> int:
     command += ["--selected", str(names), "-m", MARKS]
     if choice.total_s > ALONE_S:
         workers = min(WORKERS, len(choice.files))
-        command += ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
+        command += ["-n", str(workers), *BY_FILE]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([*command, *options, *choice.files], cwd=ROOT, env=environ).returncode

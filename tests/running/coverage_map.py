@@ -20,6 +20,7 @@ from tests.running.coverage_recorder import FOLDER
 from tests.running.coverage_records import combine, read_records
 from tests.running.map_file import MAP, ROOT, load, save
 from tests.running.map_order import build, is_test_file, update
+from tests.running.processes import BY_FILE
 
 RECORDS = ROOT / ".test_records"
 MARKS = "not slow and not gpu"
@@ -63,7 +64,6 @@ def main(argv: Sequence[str]) -> int:
 def _record(files: Sequence[str], workers: int) -> int:
     """Run files of tests with the recorder; returns pytest's exit code."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.running.coverage_recorder", "-m", MARKS]
-    command += ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
-    command += ["--continue-on-collection-errors"]
+    command += ["-n", str(workers), *BY_FILE, "--continue-on-collection-errors"]
     environ = {**os.environ, FOLDER: str(RECORDS), "OMP_NUM_THREADS": "1"}
     return subprocess.run([*command, *files], cwd=ROOT, env=environ).returncode

@@ -14,6 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 Condition = Callable[[], bool]
 POLL_S = 0.1
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart=0")
+"""How pytest spreads files over workers: in the order in which they are collected, each with its
+worlds and fixtures on one worker. A worker that crashes ends the run: pytest-xdist 3.8 would put
+its finished tests back, and wait for them for ever."""
 PATIENCE_S = 30.0
 """Seconds that a command has to end its own processes when it is interrupted."""
 

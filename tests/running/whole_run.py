@@ -17,16 +17,15 @@ from collections.abc import Callable, Sequence
 from tests.running import lowest_packages, lowest_python, processes, python_versions
 from tests.running.changed import files_to_begin_with
 from tests.running.other_systems import install_other_systems
-from tests.running.processes import Types
+from tests.running.processes import BY_FILE, Types
 from tests.running.record import Record, WholeRun, pytest_recorded
 from tests.running.revision import commit
 
 DEFAULT = "not slow and not gpu and not full"
 FULL = "not slow and not gpu"
-WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--durations=30")
-"""A file's worlds and fixtures are one worker's. There are three for two cores, as one often waits
-for a deadline, and they start files in the order in which these are collected: the long ones, of
-several processes, come first."""
+WORKERS = ("-n", "3", *BY_FILE, "--durations=30")
+"""There are three for two cores, as one often waits for a deadline. The long files, of several
+processes, come first."""
 LINKS = ("-q", "-k", "links", "tests/unit/test_docs.py", "tests/unit/test_guides.py")
 MOST_AGAIN = 20
 """How many failed tests are run once more."""
