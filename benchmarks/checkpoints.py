@@ -42,7 +42,7 @@ from megapipe import TrainStep
 from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.resolve import resolve
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 1 << 24
@@ -214,7 +214,7 @@ def stall(folder: Path, processes: int, *, quick: bool) -> list[Result]:
     assert len(waited) == saves, log
     gaps = between(log)
     brought = (sum(gaps) - len(gaps) * statistics.median(gaps)) / saves
-    of = counted(processes, "process")
+    of = count_noun(processes, "process")
     what = {
         f"wait for a save in the background, {of}": statistics.median(waited),
         f"and for all that follows it, until older ones are removed, {of}": brought,

@@ -33,14 +33,14 @@ from megapipe import TrainStep
 from megapipe.assembly.context import make_context
 from megapipe.config.config import Config
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.exchange import Exchange, Letter, start_exchange
+from megapipe.distributed.exchange import PeerMessage, PendingExchange, start_exchange
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.layers import ring_attention
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.ops.block_attention import CpuFlash
-from megapipe.ops.scores import Scores
+from megapipe.ops.scores import ScoreModifiers
 from megapipe.ops.storages import LiveStorages
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
@@ -165,18 +165,18 @@ def attention(world: World, size: Size, rounds: int) -> dict[str, list[float]]:
     def own_of(context: Any, held: Any) -> Callable[[], list[Tensor]]:
         rows = list(held.own)
         mine = [x[rows] for x in (q, k, v)]
-        own_grad, mb = grad[rows], MicroBatch(0, 0, 0, held=held)
+        own_grad, mb = grad[rows], MicroBatch(0, 0, 0, local_positions=held)
 
         def run() -> list[Tensor]:
             leaves = [x.clone().requires_grad_() for x in mine]
-            out = context.attend(*leaves, mb, Scores(), 0)
+            out = context.attend(*leaves, mb, ScoreModifiers(), 0)
             return [out.detach(), *torch.autograd.grad(out, leaves, own_grad)]
 
         return run
 
     def forward_of(context: Any, held: Any) -> Callable[[], list[Tensor]]:
-        mine, mb = [x[list(held.own)] for x in (q, k, v)], MicroBatch(0, 0, 0, held=held)
-        return lambda: [context.attend(*mine, mb, Scores(), 0)]
+        mine, mb = [x[list(held.own)] for x in (q, k, v)], MicroBatch(0, 0, 0, local_positions=held)
+        return lambda: [context.attend(*mine, mb, ScoreModifiers(), 0)]
 
     half = slice(rank * size.length // CP, (rank + 1) * size.length // CP)
 
@@ -199,12 +199,12 @@ def attention(world: World, size: Size, rounds: int) -> dict[str, list[float]]:
         model = Model(1, size.heads * size.head_dim, size.heads, size.length)
         _, layout = layout_of(model, cp=CP, **context)
         made = make_context(layout, mesh, CpuFlash())
-        held = layout.split.held([size.length], rank)
+        held = layout.split.local([size.length], rank)
         sides[name], rows_of[name] = own_of(made, held), list(held.own)
     if find_spec("ring_attention_pytorch") is not None:
         sides[PACKAGE], rows_of[PACKAGE] = package, half
         _, layout = layout_of(model, cp=CP)
-        held = layout.split.held([size.length], rank)
+        held = layout.split.local([size.length], rank)
         made = make_context(layout, mesh, CpuFlash())
         sides[FORWARD], rows_of[FORWARD] = forward_of(made, held), list(held.own)
     whole = [x.contiguous() if rank == 0 else torch.empty_like(q) for x in alone() or [q] * 4]
@@ -250,7 +250,9 @@ def steps(world: World, model: Model, rounds: int) -> tuple[dict[str, list[float
 
     sent = 0
 
-    def spy(sends: Sequence[Letter], receives: Sequence[Letter], axis: Axis) -> Exchange:
+    def spy(
+        sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], axis: Axis
+    ) -> PendingExchange:
         nonlocal sent
         sent += sum(letter.tensor.nbytes for letter in sends)
         return start_exchange(sends, receives, axis)

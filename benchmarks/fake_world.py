@@ -233,17 +233,18 @@ def axis_name(mesh: ParallelMesh, ranks: tuple[int, ...]) -> str:
     places = [mesh.grid.coordinates_of(rank) for rank in ranks]
     indices = sorted({at.pp for at in places})
     of_experts, dense = (
-        set(mesh.grid.holders(mesh.rank, indices, over_ep=experts)) for experts in (True, False)
+        set(mesh.grid.replica_ranks(mesh.rank, indices, over_ep=experts))
+        for experts in (True, False)
     )
     experts = len({at.tp for at in places}) > 1 or set(ranks) == of_experts < dense
-    copies = sorted({mesh.grid.copy_of(rank, over_ep=experts) for rank in ranks})
+    copies = sorted({mesh.grid.replica_index(rank, over_ep=experts) for rank in ranks})
     assert len(ranks) == len(copies) * len(indices), f"{ranks} is no group of holders"
     parts = []
     if len(copies) > 1:
         whole = "edp" if experts else "dp" if mesh.grid.cp == 1 else "dp*cp"
         near = copies[-1] - copies[0] + 1 == len(copies)
         part = f"{whole}:shard" if near else f"{whole}:replicate"
-        parts.append(whole if len(copies) == mesh.grid.copies(over_ep=experts) else part)
+        parts.append(whole if len(copies) == mesh.grid.num_replicas(over_ep=experts) else part)
     if len(indices) > 1:
         parts.append(f"pp[{','.join(map(str, indices))}]")
     return "*".join(parts)

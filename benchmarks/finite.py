@@ -1,7 +1,7 @@
 """What it costs to look whether weights and states are finite: ``python benchmarks/finite.py``.
 
 A run trains a small GPT in one process with one thread, by the command of users. After each update
-every master weight and every state is looked at (:meth:`Store.windows` of
+every master weight and every state is looked at (:meth:`StateStore.windows` of
 :mod:`megapipe.optim.state_store`). The processor time of that is compared with that of the step it
 belongs to; the claim has the median of these shares, so that what else the machine does counts
 little.

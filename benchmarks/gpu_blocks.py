@@ -17,12 +17,12 @@ import torch
 from common import Result, compare, parser, report, seconds
 from torch import Tensor
 
-from megapipe.context.entries import Entry, entries
-from megapipe.context.split import Split
-from megapipe.ops.attention_choice import Attended
-from megapipe.ops.block_attention import BlockKernel, accumulation, merge
+from megapipe.context.entries import ScoreRect, score_rects
+from megapipe.context.split import PositionSplit
+from megapipe.ops.attention_choice import AttentionShape
+from megapipe.ops.block_attention import TileKernel, accumulation, merge
 from megapipe.ops.block_choice import block_candidates
-from megapipe.ops.probe import choose
+from megapipe.ops.probe import choose_kernel
 
 CP = 8
 
@@ -39,18 +39,18 @@ SIZE = Size(131_072, 32, 8, 128, torch.bfloat16)
 QUICK_SIZE = Size(256, 4, 2, 8, torch.float32)
 
 
-def rounds_of(length: int) -> list[tuple[Entry, ...]]:
+def rounds_of(length: int) -> list[tuple[ScoreRect, ...]]:
     """The blocks that a rank in the middle computes in each round of a ring."""
-    split = Split(ring=CP)
+    split = PositionSplit(ring=CP)
     blocks = [split.block(0, length, rank) for rank in range(CP)]
     own = CP // 2
-    return [entries(blocks[own], blocks[(own - step) % CP]) for step in range(CP)]
+    return [score_rects(blocks[own], blocks[(own - step) % CP]) for step in range(CP)]
 
 
 class Attention:
     """Forward and backward of blocks, on data of this size."""
 
-    def __init__(self, size: Size, kernel: BlockKernel, device: torch.device) -> None:
+    def __init__(self, size: Size, kernel: TileKernel, device: torch.device) -> None:
         self.kernel = kernel
         length = size.length // CP
         self.q, self.k, self.v, self.grad = (
@@ -58,7 +58,7 @@ class Attention:
             for heads in (size.heads, size.groups, size.groups, size.heads)
         )
 
-    def run(self, rounds: Sequence[Sequence[Entry]]) -> list[Tensor]:
+    def run(self, rounds: Sequence[Sequence[ScoreRect]]) -> list[Tensor]:
         """Output, and gradients of q and of the keys and values of the last round."""
         wide = accumulation(self.q.dtype)
         out = torch.zeros_like(self.q, dtype=wide)
@@ -80,7 +80,7 @@ class Attention:
                     own[:, :, row].add_(part_of)
         return [whole, *grads]
 
-    def _inputs(self, of: Entry) -> tuple[Tensor, Tensor, Tensor]:
+    def _inputs(self, of: ScoreRect) -> tuple[Tensor, Tensor, Tensor]:
         return self.q[:, :, of.queries], self.k[:, :, of.keys], self.v[:, :, of.keys]
 
 
@@ -92,7 +92,7 @@ def whole_call(attention: Attention) -> None:
 
 
 def measure(size: Size, device: torch.device, rounds: int) -> list[Result]:
-    attended = Attended(
+    attended = AttentionShape(
         device=device,
         dtype=size.dtype,
         heads=size.heads,
@@ -100,12 +100,12 @@ def measure(size: Size, device: torch.device, rounds: int) -> list[Result]:
         head_dim=size.head_dim,
         length=size.length // CP,
     )
-    choice = choose("attention", "auto", block_candidates(attended))
+    choice = choose_kernel("attention", "auto", block_candidates(attended))
     print(f"kernel: {choice.name} by blocks; {size}")
     attention = Attention(size, choice.kernel, device)
     ring = rounds_of(size.length)
     work = sum(entry.scores for blocks in ring for entry in blocks)
-    local = Entry(slice(0, size.length // CP), slice(0, size.length // CP), causal=True).scores
+    local = ScoreRect(slice(0, size.length // CP), slice(0, size.length // CP), causal=True).scores
 
     def timed(run: Callable[[], object]) -> Callable[[], float]:
         return partial(seconds, run, device)

@@ -32,7 +32,7 @@ from megapipe.layers.moe.weights import ExpertGrads
 from megapipe.model.gpt.parameters import known
 from megapipe.ops import weight_grad
 from megapipe.ops.moe import grouped
-from megapipe.ops.probe import choose
+from megapipe.ops.probe import choose_kernel
 
 ROWS = 16384
 """Of all experts together."""
@@ -50,8 +50,8 @@ class Products:
         ends = list(accumulate(numbers(rows, experts, zipf=zipf)))
         widths = [hidden, ffn, 2 * ffn]
         offered = grouped.candidates(device=device, dtype=dtype, widths=widths)
-        product = choose("experts", "auto", offered)
-        adding = choose(
+        product = choose_kernel("experts", "auto", offered)
+        adding = choose_kernel(
             "weight_grad", "auto", weight_grad.candidates(device=device, dtype=dtype)
         ).kernel
         self.kernel = product.name

@@ -34,7 +34,7 @@ from megapipe.engine.stage import Key, Stage
 from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
-from megapipe.layers.policy import Span
+from megapipe.layers.policy import BlockSpan
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
@@ -51,7 +51,7 @@ from megapipe.schedule.ir import Op
 from megapipe.schedule.lower import lower
 from megapipe.schedule.proof.validate import validate
 from megapipe.testing import World, run_world
-from megapipe.train.feed import pieces
+from megapipe.train.feed import work_items
 
 RANKS, ROWS, VOCABULARY = 4, 4, 257
 KERNELS = Kernels(loss_chunk=KernelsConfig().loss_tokens(cuda=False))
@@ -128,7 +128,9 @@ class Measured(Stage):
     it does not.
     """
 
-    def __init__(self, rank: Rank, module: GPTStage, spans: Sequence[Span], *, again: bool) -> None:
+    def __init__(
+        self, rank: Rank, module: GPTStage, spans: Sequence[BlockSpan], *, again: bool
+    ) -> None:
         super().__init__(module, spans, recompute=again)
         self.rank = rank
         self.live: dict[Key, LiveStorages] = {}
@@ -143,14 +145,14 @@ class Measured(Stage):
         with self.rank.live, self.live[key]:
             y = super().forward(key, None if x is None else x.clone(), mb)
         y = None if y is None else y.clone()
-        if not self.recompute:
+        if not self.recomputes:
             self.graphs.add(key)
         self.rank.note()
         return y
 
-    def recompute_ahead(self, key: Key) -> None:
+    def recompute(self, key: Key) -> None:
         with self.rank.live, self.live[key]:
-            super().recompute_ahead(key)
+            super().recompute(key)
         self.graphs.add(key)
         self.rank.note()
 
@@ -244,9 +246,9 @@ def measure(config: Config, layout: Layout, mesh: ParallelMesh | None = None) ->
         rank = ranks[program.rank]
         for s in schedule.placement.stages_of(program.rank):
             again = s in schedule.recompute
-            rank.stages[s] = Measured(rank, modules[s], layout.spans[s], again=again)
+            rank.stages[s] = Measured(rank, modules[s], layout.block_policies[s], again=again)
             if s not in owned:
-                rank.stages[s].own_autograd_parameters()
+                rank.stages[s].route_autograd_grads()
                 owned.add(s)
 
         def shape(message: Op) -> tuple[int, int, int]:
@@ -270,8 +272,8 @@ def microbatches(layout: Layout, place: int) -> dict[Key, MicroBatch]:
     result = {}
     generator = torch.Generator().manual_seed(0)
     length, cp = layout.local_length, layout.cp
-    held = layout.split.held(layout.slice_lengths, place) if cp > 1 else None
-    for piece in pieces(layout.schedule, ROWS, layout.slice_lengths):
+    held = layout.split.local(layout.slice_lengths, place) if cp > 1 else None
+    for piece in work_items(layout.schedule, ROWS, layout.slice_lengths):
         positions = piece.positions.stop - piece.positions.start
         shape = piece.rows.stop - piece.rows.start, positions // cp
         tokens = torch.randint(VOCABULARY, shape, generator=generator)
@@ -285,7 +287,7 @@ def microbatches(layout: Layout, place: int) -> dict[Key, MicroBatch]:
             scale=1.0 / length,
             first_row=piece.rows.start,
             start=piece.positions.start // cp,
-            held=held,
+            local_positions=held,
             sequence_length=length if layout.schedule.slices > 1 else None,
         )
     return result

@@ -22,7 +22,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.optim.buffers import Bucket
 from megapipe.optim.shard import Shard
-from megapipe.optim.state_store import Store
+from megapipe.optim.state_store import StateStore
 from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.memory import model_memory
 from megapipe.testing import World, run_world
@@ -102,7 +102,7 @@ def storages(step: TrainStep) -> dict[int, int]:
     tensors: list[Tensor] = []
     for shard in step.optimizer.shards:
         bucket, store = shard.bucket, shard.store
-        tensors += [bucket.weights, shard.weights, *bucket.grads, *bucket.early, shard.grad]
+        tensors += [bucket.weights, shard.weights, *bucket.grads, *bucket.early_grads, shard.grad]
         tensors += [store.read(name, 0, 0) for name in ("model", *step.optimizer.rule.states)]
     held = (tensor.untyped_storage() for tensor in tensors)
     return {storage._cdata: storage.nbytes() for storage in held}
@@ -140,10 +140,10 @@ def _measured(step: TrainStep) -> tuple[int, int]:
         return tokens, tokens, torch.ones_like(tokens, dtype=torch.bool)
 
     with (
-        mock.patch.object(Bucket, "open_grads", noting(Bucket.open_grads)),
-        mock.patch.object(Bucket, "open_weights", noting(Bucket.open_weights)),
+        mock.patch.object(Bucket, "alloc_grads", noting(Bucket.alloc_grads)),
+        mock.patch.object(Bucket, "alloc_weights", noting(Bucket.alloc_weights)),
         mock.patch.object(Shard, "finish_reduce", noting(Shard.finish_reduce)),
-        mock.patch.object(Store, "keep", noting(Store.keep)),
+        mock.patch.object(StateStore, "snapshot", noting(StateStore.snapshot)),
     ):
         step.train(0, rows)
         step.settle()
@@ -177,7 +177,7 @@ def compare(schedules: Sequence[str], refused: list[str]) -> Iterator[Result]:
             config, layout = configure(schedule, SETTINGS[setting])
             for rank, found in enumerate(ranks):
                 formula = model_memory(config, layout, rank // SHARING)
-                wanted = formula.lasting, formula.total
+                wanted = formula.persistent, formula.total
                 for what, measured, predicted in zip(worst, found[index], wanted, strict=True):
                     difference = abs(measured - predicted) / predicted
                     worst[what] = max(worst[what], (difference, f": {schedule}, rank {rank}"))

@@ -167,7 +167,7 @@ def split_backward(size: Size, rounds: int) -> Result:
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter.data, std=0.02)
     stage, mb = Stage(module), MicroBatch(index=0, step=0, seed=0)
-    stage.own_autograd_parameters()
+    stage.route_autograd_grads()
     x, grad = torch.randn(2, size.sequence, size.batch, size.hidden)
     x.requires_grad_()
 

@@ -36,7 +36,7 @@ from megapipe.model.interface import StageModule
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.lower import lower, pairs
 from megapipe.schedule.placement import Placement
-from megapipe.train.feed import pieces
+from megapipe.train.feed import work_items
 
 ROWS = 2
 """Rows of a micro-batch, so that it has halves."""
@@ -142,9 +142,9 @@ class _SleepingStage(Stage):
         self.sleep(Kind.F, self.share_of(key))
         return super().forward(key, x, mb)
 
-    def recompute_ahead(self, key: Key) -> None:
+    def recompute(self, key: Key) -> None:
         self.sleep(Kind.R, self.share_of(key))
-        super().recompute_ahead(key)
+        super().recompute(key)
 
     def input_grad(self, key: Key, grad: Tensor | None) -> Tensor | None:
         self.sleep(Kind.I, self.share_of(key))
@@ -232,7 +232,7 @@ def _microbatches(schedule: Schedule, length: int) -> dict[Key, MicroBatch]:
     slices = schedule.slices
     whole = whole_inputs(int(schedule.whole_microbatches), length)
     result = {}
-    for piece in pieces(schedule, ROWS, [length // slices] * slices):
+    for piece in work_items(schedule, ROWS, [length // slices] * slices):
         x = whole[piece.whole][piece.positions, piece.rows].contiguous()
         result[piece.key] = MicroBatch(
             index=piece.whole,

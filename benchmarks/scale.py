@@ -44,7 +44,7 @@ from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.memory import model_memory
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
-from megapipe.train.feed import Rows
+from megapipe.train.feed import BatchReader
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 WORLDS = {8: (2, 2), 64: (4, 4), 512: (8, 8), 4096: (8, 16), 16384: (8, 16)}
@@ -256,7 +256,7 @@ def grid_of(layout: Layout) -> Grid:
     """The processes of a layout, fewer than its ranks where one runs the whole pipeline."""
     plane = layout.dp * layout.cp * layout.tp
     pp, experts = layout.world // plane, layout.ep_sizes
-    return Grid(pp, layout.dp, layout.cp, layout.tp, *experts, layout.node)
+    return Grid(pp, layout.dp, layout.cp, layout.tp, *experts, layout.ranks_per_node)
 
 
 def ranks_of(grid: Grid) -> list[int]:
@@ -265,7 +265,7 @@ def ranks_of(grid: Grid) -> list[int]:
     return [0, 1 % grid.pp * plane + plane // 2, grid.world - 1]
 
 
-def blank_rows(config: Config) -> Rows:
+def blank_rows(config: Config) -> BatchReader:
     length = config.train.sequence_length
 
     def rows(indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -397,10 +397,10 @@ def giant_claims(name: str, keys: Sequence[str]) -> list[Result]:
         formula, giant = expected(config, layout, rank), run_giant(config, layout, rank)
         wrong, checked = wrong + len(unlike(giant.seen, formula)), checked + len(formula)
         memory = model_memory(config, layout, index)
-        off = max(off, abs(giant.lasting - memory.lasting))
+        off = max(off, abs(giant.lasting - memory.persistent))
         activations = peak_activations(Units(config, layout), index).device
         sizes = (memory.parameters, memory.gradients, memory.optimizer, activations, giant.peak)
-        excess.append(giant.peak / (memory.lasting + activations))
+        excess.append(giant.peak / (memory.persistent + activations))
         table.add_row(str(index), *(f"{size / GIB:.2f}" for size in sizes))
     Console().print(table)
     return [

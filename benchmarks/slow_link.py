@@ -39,7 +39,7 @@ from megapipe.layers.moe.transfer import AllToAll, Step, Transfer
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import known_speeds
-from megapipe.plan.moe.time import Assumed, LayerWork, trained
+from megapipe.plan.moe.time import AssumedCosts, MoELayerTime, training_passes
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
 
@@ -101,7 +101,7 @@ def evenly() -> Iterator[None]:
         first = TOP_K * torch.arange(len(p)).unsqueeze(1)
         return ((first + torch.arange(TOP_K)) % given.experts).to(torch.int16)
 
-    with mock.patch.object(routing, "choose", choose):
+    with mock.patch.object(routing, "route_tokens", choose):
         yield
 
 
@@ -112,7 +112,7 @@ def lasting() -> Iterator[None]:
 
     def late(self: Dispatch, *given: Any) -> Iterator[Any]:
         for of_chunk in pipelined(self, *given):
-            rows = of_chunk[0].here
+            rows = of_chunk[0].expert_rows
             time.sleep(PRODUCTS * (rows.stop - rows.start) / self.plan.local_expert_rows)
             yield of_chunk
 
@@ -186,10 +186,10 @@ def exposed(size: Size, latency: float, chunks: int) -> float:
         log={"peak_tflops": 1.0},
     )
     speeds, units = known_speeds(config), Units(config, layout)
-    work = LayerWork.of(units, speeds, 0, Assumed.of(config))
+    work = MoELayerTime.of(units, speeds, 0, AssumedCosts.of(config))
     assert speeds.tflops is not None
     speeds = replace(speeds, tflops=speeds.tflops * work.experts / PRODUCTS)
-    passes = trained(units, speeds, 0, "all_to_all", chunks)
+    passes = training_passes(units, speeds, 0, "all_to_all", chunks)
     return size.layers * sum(each.exposed for each in passes.values())
 
 

@@ -94,7 +94,7 @@ class Sides:
         Bucket(0, list(owned_parameters(module)), Axis.alone(), self.device)
         self.stage = Stage(module, recompute=size.recompute)
         self.recompute = size.recompute
-        self.stage.own_autograd_parameters()
+        self.stage.route_autograd_grads()
         blocks = [PlainBlock(size.hidden, size.heads) for _ in range(size.layers)]
         self.plain = nn.Sequential(*blocks).to(self.device, dtype)
         for ours, theirs in self.pairs():

@@ -37,7 +37,7 @@ from megapipe.engine.channels import ProcessGroupChannels
 from megapipe.layout.layout import Layout
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.ir import Kind, Op
-from megapipe.schedule.streams.stream import Stream
+from megapipe.schedule.streams.stream import AsyncSchedule
 from megapipe.schedule.streams.times import WindowTimes, window_times
 from megapipe.testing import World, run_world
 
@@ -144,7 +144,7 @@ def way_of_a_message(world: World, seconds: float) -> float:
 
 def train_one(world: World, case: Case, plan: Plan, folder: Path) -> Trained:
     _, layout = case.configured(1)
-    stream = layout.stream
+    stream = layout.async_schedule
     first = _first(stream)
     steps = first + plan.windows
     paused: set[int] = set()
@@ -166,7 +166,7 @@ def train_one(world: World, case: Case, plan: Plan, folder: Path) -> Trained:
     return Trained(ends, [result.loss for result in results])
 
 
-def _first(stream: Stream | None) -> int:
+def _first(stream: AsyncSchedule | None) -> int:
     """The first window whose time counts."""
     return WARM_UP + (0 if stream is None else stream.ahead + 1)
 
@@ -248,7 +248,7 @@ def summary(
         [statistics.fmean(ends) for ends in zip(*(rank[i].ends for rank in ranks), strict=True)]
         for i in (0, 1)
     )
-    stream = case.configured(1)[1].stream
+    stream = case.configured(1)[1].async_schedule
     assert stream is not None
     first = _first(stream)
     last = first + plan.windows - 1
@@ -282,7 +282,7 @@ def measured(cases: Sequence[Case], plan: Plan) -> Iterator[tuple[Case, Measured
 
 
 def simulated(case: Case) -> WindowTimes:
-    stream = case.configured(1)[1].stream
+    stream = case.configured(1)[1].async_schedule
     assert stream is not None
     return window_times(stream, case.cost)
 

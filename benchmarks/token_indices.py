@@ -28,7 +28,7 @@ from megapipe.data.indices import (
     sample_index,
 )
 from megapipe.data.indices.blend import Index
-from megapipe.data.stored import Room
+from megapipe.data.stored import MemoryBudget
 from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import Header, bin_of, idx_of
 
@@ -131,7 +131,7 @@ def sample_claims(folder: Path, version: str, *, quick: bool) -> list[Result]:
         file = TokenFile(write(prefix, lengths_of((60_000 if quick else 30_000_000) // mean, mean)))
         request = Request(range(len(file.lengths)), length, None, 0)
         indices = open_indices(file, request, folder / "indices")
-        Room().hold([file.offsets, indices.documents, indices.samples, indices.shuffle])
+        MemoryBudget().hold([file.offsets, indices.documents, indices.samples, indices.shuffle])
         ours = IndexedDataset(file, indices, length)
         its = theirs(prefix, len(file.lengths), length)
         assert len(ours) == len(its)

@@ -53,8 +53,8 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.optim.buffers import Bucket
 from megapipe.testing import World, run_world
-from megapipe.train.feed import Counted
-from megapipe.train.totals import Totals, Wishes
+from megapipe.train.feed import LocalTokens
+from megapipe.train.totals import StepStats, Wishes
 from megapipe.util.dtypes import DTYPE_BYTES
 
 # names before torch 2.13
@@ -113,7 +113,7 @@ def formula(config: Config, layout: Layout) -> Bytes:
         gathers = {0: 0, 1: 1, 2: 1, 3: 1 if bucket.stage + 1 == layout.stages else 2}[zero]
         wire += ring * (4 * (2 if zero == 0 else 1) + width * gathers)
         weights += width * n // (d if zero == 3 else 1)
-        gradients += 4 * (bucket.norms if zero >= 2 else n)
+        gradients += 4 * (bucket.norm_numel if zero >= 2 else n)
         states += (8 if width == 4 else 12) * n // (1 if zero == 0 else d)
     # tokens; squared norms; loss, tokens, three wishes, whether states are finite, memory
     scalars = 1 + (layout.stages + 1) + 7
@@ -143,7 +143,7 @@ def observed(config: Config, layout: Layout) -> Bytes:
 def main_grads(bucket: Bucket) -> Iterator[Tensor]:
     """Their buffers, and those of norms, which ZeRO-2 and 3 keep apart."""
     yield from bucket.grads
-    yield from bucket.early
+    yield from bucket.early_grads
 
 
 def zeros(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,8 +286,8 @@ def optimizer_part(world: World, size: Size, rounds: int, messages: bool) -> Sid
 
     def step(i: int) -> None:
         train.optimizer.reduce(0)
-        own = train.totals.own(Counted(1), Wishes).pack()
-        totals = Totals.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp"))
+        own = train.totals.own(LocalTokens(1), Wishes).pack()
+        totals = StepStats.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp"))
         train.update.apply(i, totals, lambda: totals)
         train.optimizer.await_all_weights()
 

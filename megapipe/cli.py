@@ -332,7 +332,7 @@ def _read(path: Path) -> list[_Given]:
     return [_Given(entry.key, entry.value, f"{name}:{entry.line}") for entry in entries]
 
 
-def _is_known(entry: strict_yaml.Entry) -> bool:
+def _is_known(entry: strict_yaml.YamlEntry) -> bool:
     return field_of(entry.key) is not None or entry.key in SECTIONS or entry.key in MAPPINGS
 
 

@@ -154,7 +154,7 @@ def quiet_interrupts() -> Iterator[None]:
             check_temporary_folder()
             raise
     except MegapipeError as error:
-        say(error)
+        print_error(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -162,23 +162,23 @@ def quiet_interrupts() -> Iterator[None]:
 
 def begin_program() -> None:
     """Set up a process, before it imports what takes time."""
-    keep_others_out()
-    spare_collections()
+    set_private_umask()
+    reduce_gc()
 
 
-def keep_others_out() -> None:
+def set_private_umask() -> None:
     """Have no file that this process makes be written to by every user, whatever its umask was."""
     os.umask(os.umask(0o077) | 0o002)
 
 
-def spare_collections() -> None:
+def reduce_gc() -> None:
     """Let Python look for garbage less often, and not at its end: the objects of torch alone, which
     all stay, would take each process half a second to a second of processor time."""
     gc.set_threshold(50_000, 20, 100)
     atexit.register(gc.freeze)
 
 
-def take_any_character() -> None:
+def escape_unencodable_output() -> None:
     """Let stdout write characters that its encoding lacks: as escapes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -226,7 +226,7 @@ def load_torch() -> None:
             import torch  # noqa: F401
 
 
-def say(error: MegapipeError, *, trace: bool = False) -> None:
+def print_error(error: MegapipeError, *, trace: bool = False) -> None:
     """Print an error as one line; with `trace`, below where it arose and what led to it. A stop
     or an interrupt that was asked for is none."""
     if trace:
@@ -249,14 +249,14 @@ def show_trace(error: BaseException) -> None:
 def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
     """Call the `run` that the parsed arguments have, with them and `more`; the exit code."""
     begin_program()
-    take_any_character()
+    escape_unencodable_output()
     try:
         given: argparse.Namespace = parser.parse_args(argv)
         vars(given).update(more)
         given.run(given)
         sys.stdout.flush()
     except MegapipeError as error:
-        say(error, trace=TRACEBACK in argv)
+        print_error(error, trace=TRACEBACK in argv)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -17,7 +17,7 @@ _END = r"\S*?(?=[\"')\]}>,:;.]*(?:\s|$))"
 _FIELDS = re.compile(rf"\?(?=[\w.-]+=){_END}")
 """The query of a URL that has fields, also where the URL is cut off before it."""
 _QUERY = re.compile(rf"(https?:/{{1,2}}[^\s?#\"]*)[?#]{_END}")
-LEFT_OUT = "?***"
+REDACTED = "?***"
 """Stands where the query of a URL was."""
 
 
@@ -29,8 +29,8 @@ def without_user_info(text: str) -> str:
 def without_secrets(text: str) -> str:
     """The text, and its URLs without users and without queries, which may be signatures or tokens:
     whatever is printed or written goes through here."""
-    text = without_user_info(_FIELDS.sub(LEFT_OUT, text))
-    return _QUERY.sub(rf"\1{LEFT_OUT}", text)
+    text = without_user_info(_FIELDS.sub(REDACTED, text))
+    return _QUERY.sub(rf"\1{REDACTED}", text)
 
 
 def printable(text: str) -> str:
@@ -53,7 +53,7 @@ def clipped(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def counted(number: int, noun: str) -> str:
+def count_noun(number: int, noun: str) -> str:
     """The number and its noun: 1 step, 1,000 steps, 8 processes."""
     return f"{number:,} {plural(noun, number)}"
 
@@ -129,19 +129,19 @@ def table(rows: Sequence[Sequence[str]], *, left: int) -> str:
     return "\n".join(lines)
 
 
-def choices(name: str, size: int, near: int) -> str:
+def divisors_hint(name: str, size: int, near: int) -> str:
     """The values of `name` that divide `size`, the eight nearest to `near`."""
     divisors = [d for d in range(1, min(size, 4096) + 1) if size % d == 0]
-    return f"{name} could be {either(sorted(sorted(divisors, key=lambda d: abs(d - near))[:8]))}"
+    return f"{name} could be {join_or(sorted(sorted(divisors, key=lambda d: abs(d - near))[:8]))}"
 
 
-def multiples(value: int, factor: int) -> str:
+def nearest_multiples(value: int, factor: int) -> str:
     """The multiples of `factor` next to `value`."""
     below = value // factor * factor
-    return f"expected a multiple, such as {either([m for m in (below, below + factor) if m])}"
+    return f"expected a multiple, such as {join_or([m for m in (below, below + factor) if m])}"
 
 
-def either(values: Sequence[int | str]) -> str:
+def join_or(values: Sequence[int | str]) -> str:
     """Return the values in words: 1, 2 or 4."""
     return _listed(values, "or")
 

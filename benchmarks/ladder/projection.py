@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ladder.sizes import Size
 from megapipe.errors import MegapipeError
-from megapipe.model.gpt.family import GPT
-from megapipe.model.interface import Conditions
+from megapipe.model.gpt.family import GPTSpec
+from megapipe.model.interface import RunShape
 from megapipe.model.partition import balanced, parse_layout
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import accepts, build
@@ -147,7 +147,7 @@ def project(
     size = measured.size
     model = size.model.model_copy(update={"layers": measured.layers * ranks})
     tokens = microbatches * measured.rows * size.sequence
-    flops = tokens * GPT(model, Conditions(size.sequence, microbatch=1)).token_flops()
+    flops = tokens * GPTSpec(model, RunShape(size.sequence, microbatch=1)).token_flops()
     makespan = float(line.makespan)
     return Projection(
         schedule=name,

@@ -14,9 +14,9 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.family import GPT
+from megapipe.model.gpt.family import GPTSpec
 from megapipe.model.gpt.flops import head_flops, layer_flops
-from megapipe.model.interface import Conditions
+from megapipe.model.interface import RunShape
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Configuration keys that differ from the base, by section."""
@@ -101,7 +101,7 @@ class Size:
     @property
     def flops(self) -> int:
         """Model FLOPs of training on one token: 6N + 12 L H Q T."""
-        return int(GPT(self.model, Conditions(self.sequence, microbatch=1)).token_flops())
+        return int(GPTSpec(self.model, RunShape(self.sequence, microbatch=1)).token_flops())
 
     def batch(self, rows: int) -> tuple[Tensor, Tensor]:
         """Random tokens and labels, each [rows, s], in host memory."""

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megapipe.distributed.mesh import Axis, ParallelMesh
-from megapipe.layers.context import Context
+from megapipe.layers.context import ContextAttention
 from megapipe.layers.ring_attention import Ring
 from megapipe.layout.layout import Layout
-from megapipe.ops.block_attention import BlockKernel
-from megapipe.ops.packed_kernels import PackedKernel
+from megapipe.ops.block_attention import TileKernel
+from megapipe.ops.packed_kernels import PackedTileKernel
 
 
 def make_context(
     layout: Layout,
     mesh: ParallelMesh,
-    kernel: BlockKernel,
-    packed: PackedKernel | None = None,
-) -> Context:
+    kernel: TileKernel,
+    packed: PackedTileKernel | None = None,
+) -> ContextAttention:
     """Groups and plans of this process, whose blocks are computed by `kernel`, and many short ones
     at once by `packed`. All ranks call it, where attention goes by blocks."""
     split = layout.split
     ring, ulysses = split.place(mesh.cp.index)
-    return Context(
+    return ContextAttention(
         ring=Ring(
             axis=_group(mesh, [split.index(i, ulysses) for i in range(split.ring)]),
             forward=layout.context.forward,

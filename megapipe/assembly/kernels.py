@@ -9,19 +9,19 @@ import torch
 
 from megapipe.config.config import Config
 from megapipe.config.update_rules import declaration
-from megapipe.context.split import Split
+from megapipe.context.split import PositionSplit
 from megapipe.model.kernel_needs import KernelNeeds
 from megapipe.ops import adam, attention_choice, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.attention import AttentionKernel
-from megapipe.ops.attention_choice import Attended, torch_choice
-from megapipe.ops.block_attention import BlockKernel, Explicit
+from megapipe.ops.attention_choice import AttentionShape, torch_choice
+from megapipe.ops.block_attention import MathTile, TileKernel
 from megapipe.ops.block_choice import block_candidates, packed_candidates
 from megapipe.ops.compiler import torch_compile
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.moe import grouped
 from megapipe.ops.moe import rows as expert_rows
-from megapipe.ops.packed_kernels import PackedKernel
-from megapipe.ops.probe import Choice, Unavailable, choose
+from megapipe.ops.packed_kernels import PackedTileKernel
+from megapipe.ops.probe import KernelChoice, Unavailable, choose_kernel
 
 
 def select_kernels(
@@ -31,7 +31,7 @@ def select_kernels(
     dtype: torch.dtype,
     *,
     cut: bool = False,
-    split: Split | None = None,
+    split: PositionSplit | None = None,
 ) -> Kernels:
     """The kernels of a resolved configuration, those that its model `needs`; `dtype` is its type.
 
@@ -41,9 +41,9 @@ def select_kernels(
     """
     wanted = config.kernels
     main = torch.float64 if dtype == torch.float64 else torch.float32
-    found: dict[str, Choice[Any]] = {}
+    found: dict[str, KernelChoice[Any]] = {}
     if needs.attention is not None:
-        attended = Attended(
+        attended = AttentionShape(
             device=device,
             dtype=dtype,
             **needs.attention._asdict(),
@@ -55,35 +55,37 @@ def select_kernels(
         if split is None:
             found["attention"] = _attention(wanted.attention, attended)
         else:
-            found["blocks"] = blocks = _of_blocks(config, attended, split)
+            found["attention_tile"] = blocks = _of_blocks(config, attended, split)
             if attended.documents:
-                found["packed"] = _of_packs(_on_a_rank(attended, split), blocks.kernel)
+                found["packed_attention_tile"] = _of_packs(
+                    _on_a_rank(attended, split), blocks.kernel
+                )
     if needs.norm is not None:
         norms = norm.candidates(
             device=device, dtype=dtype, **needs.norm._asdict(), compiled=wanted.compile
         )
-        found["norm"] = choose("norm", wanted.norm, norms)
+        found["norm"] = choose_kernel("norm", wanted.norm, norms)
     products = weight_grad.candidates(device=device, dtype=dtype)
-    found["accumulate"] = choose("weight_grad", wanted.weight_grad, products)
+    found["accumulate"] = choose_kernel("weight_grad", wanted.weight_grad, products)
     if needs.experts:
         of_experts = grouped.candidates(device=device, dtype=dtype, widths=needs.experts)
-        found["experts"] = choose("experts", wanted.experts, of_experts)
+        found["experts"] = choose_kernel("experts", wanted.experts, of_experts)
         around = expert_rows.candidates(device=device, dtype=dtype)
-        found["rows"] = choose("expert_rows", wanted.expert_rows, around)
+        found["moe_elementwise"] = choose_kernel("expert_rows", wanted.expert_rows, around)
     if needs.rotary:
         turns = rotary.candidates(device=device, dtype=dtype, compiled=wanted.compile)
-        found["rotary"] = choose("rotary", wanted.rotary, turns)
+        found["rotary"] = choose_kernel("rotary", wanted.rotary, turns)
     if needs.loss:
         losses = loss.candidates(device=device, dtype=dtype)
-        found["loss"] = choose("loss", wanted.loss, losses)
+        found["loss"] = choose_kernel("loss", wanted.loss, losses)
     if needs.gate:
         gates = swiglu.candidates(device=device, dtype=dtype, compiled=wanted.compile)
-        found["swiglu"] = choose("swiglu", wanted.swiglu, gates)
+        found["swiglu"] = choose_kernel("swiglu", wanted.swiglu, gates)
     used = list(found.values())
     if wanted.compile:
-        used.append(Choice("blocks", "compiled", "torch.compile", torch_compile))
+        used.append(KernelChoice("blocks", "compiled", "torch.compile", torch_compile))
     updates = adam.candidates(device=device, dtype=main)
-    updated = found["adam"] = choose("optimizer", wanted.optimizer, updates)
+    updated = found["adam"] = choose_kernel("optimizer", wanted.optimizer, updates)
     if declaration(config.optimizer.rule).takes_kernel:
         used.append(updated)
     return Kernels(
@@ -95,14 +97,16 @@ def select_kernels(
     )
 
 
-def _of_blocks(config: Config, given: Attended, split: Split) -> Choice[BlockKernel]:
+def _of_blocks(
+    config: Config, given: AttentionShape, split: PositionSplit
+) -> KernelChoice[TileKernel]:
     """The kernel of blocks; the banner says why there are any, and how they are split."""
     of_rank = _on_a_rank(given, split)
     if of_rank.scores.plain:
-        choice = choose("attention", config.kernels.attention, block_candidates(of_rank))
+        choice = choose_kernel("attention", config.kernels.attention, block_candidates(of_rank))
     else:
         why = "scores that no kernel with sums of exponentials has"
-        choice = Choice[BlockKernel]("attention", "explicit", why, Explicit())
+        choice = KernelChoice[TileKernel]("attention", "explicit", why, MathTile())
     reasons = ["activations.keep_attention" if split.cp == 1 else f"parallel.cp={split.cp}"]
     reasons += [f"heads over {split.ulysses}"] if split.ulysses > 1 else []
     context = config.context
@@ -111,13 +115,13 @@ def _of_blocks(config: Config, given: Attended, split: Split) -> Choice[BlockKer
     return replace(choice, name=f"{choice.name} by blocks", why=why)
 
 
-def _of_packs(of_rank: Attended, blocks: BlockKernel) -> Choice[PackedKernel | None]:
+def _of_packs(of_rank: AttentionShape, blocks: TileKernel) -> KernelChoice[PackedTileKernel | None]:
     """The kernel of many blocks at once, that goes with the one of blocks."""
-    choice = choose("attention", "auto", packed_candidates(of_rank, blocks))
+    choice = choose_kernel("attention", "auto", packed_candidates(of_rank, blocks))
     return replace(choice, purpose="documents")
 
 
-def _on_a_rank(given: Attended, split: Split) -> Attended:
+def _on_a_rank(given: AttentionShape, split: PositionSplit) -> AttentionShape:
     """A block of the attention of a run, whose positions are `split`."""
     return replace(
         given,
@@ -130,9 +134,9 @@ def _on_a_rank(given: Attended, split: Split) -> Attended:
     )
 
 
-def _attention(wanted: str, given: Attended) -> Choice[AttentionKernel]:
+def _attention(wanted: str, given: AttentionShape) -> KernelChoice[AttentionKernel]:
     """The kernel; where that is SDPA, the banner says what torch itself will choose."""
-    choice = choose("attention", wanted, attention_choice.candidates(given))
+    choice = choose_kernel("attention", wanted, attention_choice.candidates(given))
     if choice.name != "SDPA":
         return choice
     if given.written_out:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from megapipe.engine.stage import Stage
 from megapipe.engine.tuple_stage import TupleStage
-from megapipe.layers.policy import Span
+from megapipe.layers.policy import BlockSpan
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import StageModule
 
 
 def make_stage(
-    layout: Layout, module: StageModule, spans: Sequence[Span], *, recompute: bool
+    layout: Layout, module: StageModule, spans: Sequence[BlockSpan], *, recompute: bool
 ) -> Stage:
     """Make the engine's stage of a module; `recompute`: it is recomputed as a whole."""
     kind = TupleStage if layout.sends_tuples else Stage

@@ -11,20 +11,20 @@ A checkpoint folder holds nothing but::
 :mod:`~megapipe.checkpoint.folders` the names around it.
 """
 
-from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
+from megapipe.checkpoint.reader import Checkpoint, NewestCheckpoint, find_newest
 from megapipe.checkpoint.regions import Region, flat_regions, intersect, whole
 from megapipe.checkpoint.retention import Removal, clear_leftovers, outdated, remove
-from megapipe.checkpoint.writer import Alone, Group, Meta, Piece, save
+from megapipe.checkpoint.writer import Meta, Piece, SaveGroup, SingleProcess, save
 
 __all__ = [
-    "Alone",
     "Checkpoint",
-    "Found",
-    "Group",
     "Meta",
+    "NewestCheckpoint",
     "Piece",
     "Region",
     "Removal",
+    "SaveGroup",
+    "SingleProcess",
     "clear_leftovers",
     "find_newest",
     "flat_regions",

@@ -4,7 +4,7 @@ A save has two halves. At a step boundary each rank copies its pieces to host me
 that training waits for; the memory is kept for the next save. Then a thread of each rank writes
 its copies to the staging folder and counts itself in the rendezvous store; that of rank 0 waits for
 all of them and commits. No thread enters a collective: those belong to training. At a later step
-boundary all ranks take the outcome together (:meth:`Background.finish`).
+boundary all ranks take the outcome together (:meth:`AsyncSaver.finish`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.storage import Place
+from megapipe.checkpoint.storage import StorageLocation
 from megapipe.checkpoint.writer import (
     SHARD_BYTES,
-    Group,
     Meta,
     Piece,
+    SaveGroup,
     commit,
     described,
     discard,
     not_saved,
+    run_on_all,
     stage,
-    together,
     write,
 )
 from megapipe.errors import CheckpointError
@@ -103,7 +103,7 @@ class Snapshot:
 class _Attempt:
     """A save under way."""
 
-    staging: Place
+    staging: StorageLocation
     step: int
     meta: Meta
     is_ours: Callable[[], None]
@@ -115,12 +115,12 @@ class _Attempt:
     fault: str = ""
 
 
-class Background:
+class AsyncSaver:
     """Saves of the ranks of `group`, one at a time; `counter` is a store that all of them reach."""
 
     def __init__(
         self,
-        group: Group,
+        group: SaveGroup,
         counter: Counter,
         *,
         pinned: bool = False,
@@ -144,7 +144,7 @@ class Background:
 
     def begin(
         self,
-        root: Place,
+        root: StorageLocation,
         *,
         step: int,
         pieces: Iterable[Piece],
@@ -162,7 +162,7 @@ class Background:
         assert self._attempt is None, "finish the save before this one"
         staging = stage(root, step, self._group, nbytes)
         try:
-            taken = together(self._group, lambda: self._snapshot.take(pieces))
+            taken = run_on_all(self._group, lambda: self._snapshot.take(pieces))
         except Exception:
             if self._group.rank == 0:
                 discard(staging)
@@ -172,7 +172,7 @@ class Background:
             target=self._save, args=(attempt, taken), name="checkpoint", daemon=True
         ).start()
 
-    def finish(self) -> Place:
+    def finish(self) -> StorageLocation:
         """Wait for the end of the save; returns the checkpoint's folder, on every rank.
 
         To be called by all ranks. Raises CheckpointError on all of them if the save has failed on

@@ -14,16 +14,16 @@ from collections.abc import Callable
 
 from megapipe.checkpoint.background import LOOK_S, Counter
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.storage import Place
-from megapipe.checkpoint.writer import Group, described
+from megapipe.checkpoint.storage import StorageLocation
+from megapipe.checkpoint.writer import SaveGroup, described
 from megapipe.errors import CheckpointError, StorageError
 
 
-class Check:
+class AsyncVerify:
     """A look at the checkpoint at `path` by all ranks of `group`, which begins at once; `counter`
     is a store that they reach. One checkpoint is looked at once, and has the same path on all."""
 
-    def __init__(self, path: Place, group: Group, counter: Counter) -> None:
+    def __init__(self, path: StorageLocation, group: SaveGroup, counter: Counter) -> None:
         self.path = path
         self._group = group
         self._counter = counter
@@ -67,7 +67,7 @@ class Check:
                 self._all_have.set()
 
 
-class Removing:
+class AsyncRemoval:
     """A removal in a thread, `remove`, which returns a line for each problem."""
 
     def __init__(self, remove: Callable[[], list[str]]) -> None:

@@ -98,7 +98,7 @@ def read_into(file: BinaryIO, buffer: memoryview) -> bool:
     return True
 
 
-def foreign(folder: Path) -> str | None:
+def writable_by_others(folder: Path) -> str | None:
     """A doubt about a folder or a file in it that others than this user and root may have written;
     None if there is none."""
     for path in (folder, *sorted(folder.iterdir())):

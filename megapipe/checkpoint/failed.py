@@ -12,8 +12,8 @@ import contextlib
 import math
 
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.names import FAILED_PREFIX, Committed
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.names import FAILED_PREFIX, CheckpointName
+from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.errors import CheckpointError
 
 _NOT_FINITE = b"no finite step follows it\n"
@@ -24,19 +24,19 @@ _MOST_OF_A_MARK = 1024
 class FailedCheckpoints:
     """The marked checkpoints in the folder `root`."""
 
-    def __init__(self, root: Place, names: dict[str, bool] | None = None) -> None:
+    def __init__(self, root: StorageLocation, names: dict[str, bool] | None = None) -> None:
         self._root = root
         self.names = names or {}
         """Names of the checkpoints, which may have been removed, each with whether no finite step
         follows it."""
 
     @classmethod
-    def read(cls, root: Place) -> FailedCheckpoints:
+    def read(cls, root: StorageLocation) -> FailedCheckpoints:
         """Read the marks in `root`. Raises CheckpointError where they cannot be read."""
         return cls(root, {key.name: _not_finite(root, key) for key in _marked(root)})
 
     @property
-    def paths(self) -> list[Place]:
+    def paths(self) -> list[StorageLocation]:
         """The folders of the checkpoints."""
         return [self._root / name for name in self.names]
 
@@ -52,17 +52,19 @@ class FailedCheckpoints:
 
     def not_finite(self, *, at_least: int = 0, at_most: int | None = None) -> list[str]:
         """Return the checkpoints of these steps that no finite step follows, oldest first."""
-        keys = filter(None, (Committed.parsed(name) for name, yes in self.names.items() if yes))
+        keys = filter(
+            None, (CheckpointName.parsed(name) for name, yes in self.names.items() if yes)
+        )
         most = math.inf if at_most is None else at_most
         return [key.name for key in sorted(keys) if at_least <= key.step <= most]
 
 
-def mark(root: Place, name: str, *, not_finite: bool = False) -> None:
+def mark(root: StorageLocation, name: str, *, not_finite: bool = False) -> None:
     """Mark a checkpoint in `root`. Raises OSError or CheckpointError."""
     at(root / f"{FAILED_PREFIX}{name}").replace(_NOT_FINITE if not_finite else b"")
 
 
-def forget_removed(root: Place) -> None:
+def forget_removed(root: StorageLocation) -> None:
     """Remove the marks of checkpoints that are gone and are of no use any more. Raises OSError or
     CheckpointError."""
     left = committed(root)
@@ -72,10 +74,12 @@ def forget_removed(root: Place) -> None:
             at(root / f"{FAILED_PREFIX}{key.name}").unlink()
 
 
-def _marked(root: Place) -> list[Committed]:
+def _marked(root: StorageLocation) -> list[CheckpointName]:
     marks = (name for name in at(root).names() if name.startswith(FAILED_PREFIX))
-    return [*filter(None, (Committed.parsed(name.removeprefix(FAILED_PREFIX)) for name in marks))]
+    return [
+        *filter(None, (CheckpointName.parsed(name.removeprefix(FAILED_PREFIX)) for name in marks))
+    ]
 
 
-def _not_finite(root: Place, key: Committed) -> bool:
+def _not_finite(root: StorageLocation, key: CheckpointName) -> bool:
     return at(root / f"{FAILED_PREFIX}{key.name}").read(_MOST_OF_A_MARK) == _NOT_FINITE

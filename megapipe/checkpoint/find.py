@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST
-from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.reader import Checkpoint, NewestCheckpoint, find_newest
+from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.errors import CheckpointError, StorageError
 from megapipe.util.paths import LATEST, is_folder
 
@@ -14,7 +14,7 @@ OF_A_RUN = "checkpoints"
 """The folder in a run's that has its checkpoints; on object storage a run has nothing else."""
 
 
-def find_checkpoint(path: Place, *, verify: bool = True) -> Checkpoint:
+def find_checkpoint(path: StorageLocation, *, verify: bool = True) -> Checkpoint:
     """The checkpoint at `path`: its folder, or that of a run or of its checkpoints, whose newest
     intact one is taken.
 
@@ -34,7 +34,7 @@ def find_checkpoint(path: Place, *, verify: bool = True) -> Checkpoint:
     return Checkpoint.open(found.path)
 
 
-def find_intact(root: Place, *, skip: Iterable[Place] = ()) -> Found:
+def find_intact(root: StorageLocation, *, skip: Iterable[StorageLocation] = ()) -> NewestCheckpoint:
     """Find the newest checkpoint in `root` that opens, and whose every byte is what was written.
 
     Raises StorageError where a newer one cannot be read.
@@ -43,10 +43,10 @@ def find_intact(root: Place, *, skip: Iterable[Place] = ()) -> Found:
     while True:
         found = find_newest(root, skip=passed)
         if found.path is None:
-            return Found(None, [*found.skipped, *damaged])
+            return NewestCheckpoint(None, [*found.skipped, *damaged])
         try:
             Checkpoint.open(found.path).verify()
-            return Found(found.path, [*found.skipped, *damaged])
+            return NewestCheckpoint(found.path, [*found.skipped, *damaged])
         except StorageError:
             raise
         except CheckpointError as error:
@@ -54,13 +54,13 @@ def find_intact(root: Place, *, skip: Iterable[Place] = ()) -> Found:
             passed.add(found.path)
 
 
-def latest_run(runs: Place) -> Place | None:
+def latest_run(runs: StorageLocation) -> StorageLocation | None:
     """The folder of the checkpoints of that run in `runs` whose newest one, by step, was written
     last, by the time of its manifest; None if no run there has a checkpoint.
 
     Checkpoints that have lost theirs do not count.
     """
-    found: list[tuple[float, Place]] = []
+    found: list[tuple[float, StorageLocation]] = []
     for root in _roots(runs):
         manifests = (root / key.name / MANIFEST for key in committed(root))
         newest = next((manifest for manifest in manifests if at(manifest).exists()), None)
@@ -69,7 +69,7 @@ def latest_run(runs: Place) -> Place | None:
     return max(found)[1] if found else None
 
 
-def _roots(runs: Place) -> list[Place]:
+def _roots(runs: StorageLocation) -> list[StorageLocation]:
     """The folders that have checkpoints, of all runs."""
     if not isinstance(runs, Path):
         return [runs / name for name in at(runs).names()]

@@ -46,7 +46,7 @@ _NAME = re.compile(r"step-([0-9]{8,15})-([0-9a-f]{16})")
 _RECEIPT = re.compile(r"receipt-([0-9]{5,})\.json")
 
 
-class Facts(Record):
+class PartialManifest(Record):
     """The rest of a manifest, without tensors and files, and how many ranks have written it."""
 
     run_id: RunId
@@ -58,7 +58,7 @@ class Facts(Record):
     digests: dict[Key, Sha256]
 
     @classmethod
-    def of(cls, step: int, meta: Meta, world: int) -> Facts:
+    def of(cls, step: int, meta: Meta, world: int) -> PartialManifest:
         return cls(
             run_id=meta.run_id,
             step=step,
@@ -86,7 +86,7 @@ class Facts(Record):
         )
 
 
-class Generation(NamedTuple):
+class MemoryCheckpointName(NamedTuple):
     """Name of a copy, ordered from old to new."""
 
     step: int
@@ -98,7 +98,7 @@ class Generation(NamedTuple):
         return f"step-{self.step:08d}-{self.attempt}"
 
     @classmethod
-    def named(cls, name: str) -> Generation | None:
+    def named(cls, name: str) -> MemoryCheckpointName | None:
         """The copy whose folder has this name; None if it is none's."""
         match = _NAME.fullmatch(name)
         return cls(int(match[1]), match[2]) if match else None
@@ -110,24 +110,24 @@ class NodeFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def generations(self) -> list[Generation]:
+    def generations(self) -> list[MemoryCheckpointName]:
         """The copies, newest first; none where the folder is gone."""
         names = os.listdir(self.root) if self.root.exists() else []
-        found = (Generation.named(name) for name in names)
+        found = (MemoryCheckpointName.named(name) for name in names)
         return sorted((each for each in found if each is not None), reverse=True)
 
-    def path(self, generation: Generation) -> Path:
+    def path(self, generation: MemoryCheckpointName) -> Path:
         return self.root / generation.name
 
-    def staging(self, generation: Generation) -> Path:
+    def staging(self, generation: MemoryCheckpointName) -> Path:
         """Where it is written."""
         return self.root / f"{STAGING_PREFIX}{generation.name}"
 
-    def commit(self, generation: Generation) -> None:
+    def commit(self, generation: MemoryCheckpointName) -> None:
         """Make what is in its staging folder a copy."""
         os.rename(self.staging(generation), self.path(generation))
 
-    def remove(self, generation: Generation) -> None:
+    def remove(self, generation: MemoryCheckpointName) -> None:
         """Remove a copy, whether it is being written or there."""
         shutil.rmtree(self.staging(generation), ignore_errors=True)
         try:
@@ -136,7 +136,7 @@ class NodeFolder:
             return
         shutil.rmtree(self.staging(generation), ignore_errors=True)
 
-    def keep(self, wanted: Callable[[Generation], bool]) -> None:
+    def keep(self, wanted: Callable[[MemoryCheckpointName], bool]) -> None:
         """Remove all other copies, and what killed processes have left."""
         clear_leftovers(self.root)
         for generation in self.generations():
@@ -144,16 +144,16 @@ class NodeFolder:
                 self.remove(generation)
 
 
-def write_facts(folder: Path, facts: Facts) -> None:
+def write_facts(folder: Path, facts: PartialManifest) -> None:
     """Raises CheckpointError."""
     with create(folder / FACTS) as file:
         file.write(seal(facts))
 
 
-def read_facts(folder: Path) -> Facts | None:
+def read_facts(folder: Path) -> PartialManifest | None:
     """The facts; None where they are missing or damaged."""
     try:
-        return unseal(folder / FACTS, Facts)
+        return unseal(folder / FACTS, PartialManifest)
     except CheckpointError:
         return None
 

@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LocalPath:
-    """A file or a folder that may be there; see :class:`~megapipe.checkpoint.storage.Stored`."""
+    """A file or a folder that may be there; see
+    :class:`~megapipe.checkpoint.storage.StoragePath`."""
 
     path: Path
     most_readers = 4

@@ -21,8 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from megapipe.checkpoint.regions import Region, miscovered
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.regions import Region, first_uncovered
+from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.errors import CheckpointError
 
 MAX_BYTES = 1 << 28
@@ -127,7 +127,7 @@ class Manifest(Record):
     @model_validator(mode="after")
     def _complete(self) -> "Manifest":
         for name, entry in self.entries.items():
-            wrong = miscovered(entry.shape, (piece.region for piece in entry.pieces))
+            wrong = first_uncovered(entry.shape, (piece.region for piece in entry.pieces))
             if wrong is not None:
                 element, count = wrong
                 raise ValueError(
@@ -204,7 +204,7 @@ def seal(record: Record) -> bytes:
 RecordT = TypeVar("RecordT", bound=Record)
 
 
-def unseal(path: Place, kind: type[RecordT]) -> RecordT:
+def unseal(path: StorageLocation, kind: type[RecordT]) -> RecordT:
     """Read, check and parse a file that holds what :func:`seal` made.
 
     Raises CheckpointError if it is missing, too long, damaged, or not what `kind` describes.

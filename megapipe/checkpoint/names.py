@@ -30,7 +30,7 @@ REMOVED = ".removed"
 _NAME = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,5}))?(?:-([0-9a-f]{16}))?")
 
 
-class Committed(NamedTuple):
+class CheckpointName(NamedTuple):
     """Name of a checkpoint folder, ordered from old to new; `attempt` 0 has no suffix."""
 
     step: int
@@ -39,7 +39,7 @@ class Committed(NamedTuple):
     """Of the attempt, on object storage: 16 hexadecimal digits."""
 
     @classmethod
-    def parsed(cls, name: str) -> "Committed | None":
+    def parsed(cls, name: str) -> "CheckpointName | None":
         """A folder's name read, None if it is of another form."""
         match = _NAME.fullmatch(name)
         key = cls(int(match[1]), int(match[2] or 0), match[3] or "") if match else None

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Store:
+class ObjectStore:
     """An fsspec file system, and for how many seconds a request to it is repeated."""
 
     system: Any
@@ -49,10 +49,10 @@ class Store:
 @dataclass(frozen=True, order=True)
 class RemotePath:
     """An object, or the folder of objects whose keys begin with its own; see
-    :class:`~megapipe.checkpoint.storage.Stored`."""
+    :class:`~megapipe.checkpoint.storage.StoragePath`."""
 
     url: str
-    store: Store = field(compare=False, repr=False)
+    store: ObjectStore = field(compare=False, repr=False)
     most_readers = 1
     """Not every file system of fsspec may be asked by several threads."""
 
@@ -70,7 +70,7 @@ class RemotePath:
             system, _ = Operation(f"open {url}", patience_s).request(lambda: url_to_fs(url))
         except Failed as failed:
             raise CheckpointError(f"{what}={url}: {one_line(failed.cause)}") from failed.cause
-        return cls(url.rstrip("/"), Store(system, patience_s))
+        return cls(url.rstrip("/"), ObjectStore(system, patience_s))
 
     def __str__(self) -> str:
         return self.url

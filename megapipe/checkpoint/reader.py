@@ -20,15 +20,15 @@ from megapipe.checkpoint.names import MANIFEST
 from megapipe.checkpoint.regions import Region, intersect, whole
 from megapipe.checkpoint.shard import (
     TORCH_DTYPES,
-    Placed,
-    Slot,
+    LocatedTensor,
+    ShardTensor,
     check_header,
     examine,
     header,
     read_tensor,
     slots_by_file,
 )
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.errors import CheckpointError, StorageError
 
 RUN_BYTES = 1 << 26
@@ -44,14 +44,14 @@ _WIDER = {
 class Checkpoint:
     """An opened checkpoint folder. Make one with :meth:`open`."""
 
-    def __init__(self, path: Place, manifest: Manifest) -> None:
+    def __init__(self, path: StorageLocation, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
         self._slots = slots_by_file(manifest)
-        self._placed: dict[str, dict[Slot, Placed]] = {}
+        self._placed: dict[str, dict[ShardTensor, LocatedTensor]] = {}
 
     @classmethod
-    def open(cls, path: Place, files: Container[str] | None = None) -> "Checkpoint":
+    def open(cls, path: StorageLocation, files: Container[str] | None = None) -> "Checkpoint":
         """Check the manifest and the presence and length of every file, or of those in `files`:
         others may then be missing, until they are read.
 
@@ -157,7 +157,7 @@ class Checkpoint:
             if common is None:
                 continue
             path = self.path / piece.file
-            where = self._tensors(piece.file)[Slot(name, entry.dtype, piece.region)]
+            where = self._tensors(piece.file)[ShardTensor(name, entry.dtype, piece.region)]
             target = out[common.inside(region)]
             if common == piece.region and target.dtype == stored and target.is_contiguous():
                 read_tensor(path, where, target)
@@ -187,7 +187,7 @@ class Checkpoint:
 
     @classmethod
     def open_sound(
-        cls, path: Place, rank: int = 0, world: int = 1, *, threads: int | None = None
+        cls, path: StorageLocation, rank: int = 0, world: int = 1, *, threads: int | None = None
     ) -> "Checkpoint":
         """Open a checkpoint and :meth:`verify` this rank's share of its files, values too, where
         `world` ranks share the work."""
@@ -222,7 +222,7 @@ class Checkpoint:
     def _header(self, file: str) -> bytes:
         return header(self._slots[file], run_id=self.manifest.run_id, step=self.manifest.step)
 
-    def _tensors(self, file: str) -> Mapping[Slot, Placed]:
+    def _tensors(self, file: str) -> Mapping[ShardTensor, LocatedTensor]:
         """The tensors of a file, in the order in which they are stored; checks the file's header
         when they are first asked for."""
         if file not in self._placed:
@@ -230,14 +230,14 @@ class Checkpoint:
             check_header(self.path / file, head)
             starts = accumulate((slot.nbytes for slot in slots), initial=len(head))
             self._placed[file] = {
-                slot: Placed(slot, start, wanted)
+                slot: LocatedTensor(slot, start, wanted)
                 for (slot, wanted), start in zip(slots.items(), starts, strict=False)
             }
         return self._placed[file]
 
-    def _runs(self, file: str) -> Iterator[tuple[Place, list[Placed]]]:
+    def _runs(self, file: str) -> Iterator[tuple[StorageLocation, list[LocatedTensor]]]:
         """The tensors of a file in runs of about as many bytes each, for threads to share."""
-        run: list[Placed] = []
+        run: list[LocatedTensor] = []
         for stored in self._tensors(file).values():
             if run and stored.start - run[0].start >= RUN_BYTES:
                 yield self.path / file, run
@@ -246,20 +246,22 @@ class Checkpoint:
         yield self.path / file, run
 
 
-def readers(path: Place) -> int:
+def readers(path: StorageLocation) -> int:
     """Threads that read a checkpoint: as many as torch computes with, two at least, so that one may
     hash while another waits for the disk, and no more than pay."""
     return min(max(torch.get_num_threads(), 2), at(path).most_readers)
 
 
-class Found(NamedTuple):
+class NewestCheckpoint(NamedTuple):
     """Result of :func:`find_newest`: the folder, and why newer ones were passed over."""
 
-    path: Place | None
+    path: StorageLocation | None
     skipped: list[str]
 
 
-def find_newest(root: Place, *, skip: Container[Place] = ()) -> Found:
+def find_newest(
+    root: StorageLocation, *, skip: Container[StorageLocation] = ()
+) -> NewestCheckpoint:
     """Find the newest checkpoint in `root` that opens, by step number and attempt.
 
     The scan decides; the pointer file and file times do not count. The files' contents are not
@@ -280,6 +282,6 @@ def find_newest(root: Place, *, skip: Container[Place] = ()) -> Found:
             skipped.append(str(error))
             continue
         if step == key.step:
-            return Found(path, skipped)
+            return NewestCheckpoint(path, skipped)
         skipped.append(f"{path} holds step {step}")
-    return Found(None, skipped)
+    return NewestCheckpoint(None, skipped)

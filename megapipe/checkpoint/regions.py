@@ -88,7 +88,7 @@ def intersect(a: Region, b: Region) -> Region | None:
     return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
-def miscovered(
+def first_uncovered(
     shape: tuple[int, ...], regions: Iterable[Region]
 ) -> tuple[tuple[int, ...], int] | None:
     """Prove that the regions tile the tensor: None if each element is in exactly one region.

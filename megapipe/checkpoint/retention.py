@@ -5,22 +5,25 @@ from typing import NamedTuple
 
 from megapipe.checkpoint.failed import forget_removed
 from megapipe.checkpoint.folders import leftovers, note_removed
-from megapipe.checkpoint.names import Committed
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.names import CheckpointName
+from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.errors import CheckpointError
 
 
 class Removal(NamedTuple):
     """Result of a removal, which goes on after what cannot be removed."""
 
-    removed: list[Place]
+    removed: list[StorageLocation]
     problems: list[str]
     """A line for each that is still there."""
 
 
 def outdated(
-    paths: Iterable[Place], keep: int, newest: Place, is_sound: Callable[[Place], bool]
-) -> list[Place]:
+    paths: Iterable[StorageLocation],
+    keep: int,
+    newest: StorageLocation,
+    is_sound: Callable[[StorageLocation], bool],
+) -> list[StorageLocation]:
     """The checkpoints, of `paths` from the newest to the oldest, that are not needed any more.
 
     The `keep` newest of those that are sound stay, as do `newest`, which was saved last, and of
@@ -30,7 +33,7 @@ def outdated(
     paths = list(paths)
     if len(paths) <= keep:
         return []
-    old: list[Place] = []
+    old: list[StorageLocation] = []
     sound = others = 0
     for path in paths:
         if sound >= keep and path != newest:
@@ -44,7 +47,9 @@ def outdated(
     return old
 
 
-def remove(root: Place, checkpoints: Iterable[Place], *, alone: bool = True) -> Removal:
+def remove(
+    root: StorageLocation, checkpoints: Iterable[StorageLocation], *, alone: bool = True
+) -> Removal:
     """Remove checkpoints of the folder `root`, with their marks, and what killed saves left there.
 
     Their names are kept from being given again before they go; where the disk is too full for that,
@@ -53,8 +58,8 @@ def remove(root: Place, checkpoints: Iterable[Place], *, alone: bool = True) -> 
     and what may be half of it stays. A checkpoint is withdrawn in one step before its files are
     removed, so a kill in between never leaves half of it.
     """
-    removed: list[Place] = []
-    left: list[Place] = []
+    removed: list[StorageLocation] = []
+    left: list[StorageLocation] = []
     problems: list[str] = []
     checkpoints = list(checkpoints)
     not_noted = _note(root, checkpoints)
@@ -76,9 +81,9 @@ def remove(root: Place, checkpoints: Iterable[Place], *, alone: bool = True) -> 
     return Removal(removed, problems)
 
 
-def _note(root: Place, checkpoints: Iterable[Place]) -> str | None:
+def _note(root: StorageLocation, checkpoints: Iterable[StorageLocation]) -> str | None:
     """Keep names of checkpoints from being given again; returns why that fails."""
-    keys = [key for path in checkpoints if (key := Committed.parsed(path.name)) is not None]
+    keys = [key for path in checkpoints if (key := CheckpointName.parsed(path.name)) is not None]
     try:
         if keys:
             note_removed(root, keys)
@@ -87,7 +92,7 @@ def _note(root: Place, checkpoints: Iterable[Place]) -> str | None:
     return None
 
 
-def clear_leftovers(root: Place) -> Removal:
+def clear_leftovers(root: StorageLocation) -> Removal:
     """Remove what killed saves and removals left in `root`, if it is there, as :func:`remove`."""
     try:
         found = leftovers(root)
@@ -96,8 +101,8 @@ def clear_leftovers(root: Place) -> Removal:
     return _clear(found)
 
 
-def _clear(found: Iterable[Place]) -> Removal:
-    removed: list[Place] = []
+def _clear(found: Iterable[StorageLocation]) -> Removal:
+    removed: list[StorageLocation] = []
     problems: list[str] = []
     for leftover in found:
         try:
@@ -108,7 +113,7 @@ def _clear(found: Iterable[Place]) -> Removal:
     return Removal(removed, problems)
 
 
-def _cannot(path: Place, error: OSError | CheckpointError) -> str:
+def _cannot(path: StorageLocation, error: OSError | CheckpointError) -> str:
     if isinstance(error, OSError):
         why = f"cannot remove {error.filename or path}: {error.strerror}"
     else:

@@ -47,7 +47,7 @@ class RunLock:
 
     def _take(self) -> Path:
         """The folder that makes this process the owner, which it has just made."""
-        watch, told = heartbeat.Watch(), False
+        watch, told = heartbeat.OwnerWatch(), False
         while True:
             number, newest = max(heartbeat.attempts(self.folder / LOCK), default=(0, None))
             if newest is not None and (state := watch.look(newest / OWNER)) != "gone":
@@ -55,7 +55,9 @@ class RunLock:
                 if owner is not None and (owner.is_here or state == "alive"):
                     raise self._refusal(owner)
                 if owner is not None and not told:
-                    heartbeat.say(f"looking whether {owner}, which had {self.folder}, is alive")
+                    heartbeat.print_notice(
+                        f"looking whether {owner}, which had {self.folder}, is alive"
+                    )
                     told = True
                 watch.pause()
                 continue

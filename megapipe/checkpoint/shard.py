@@ -18,7 +18,7 @@ from torch import Tensor
 from megapipe.checkpoint.durable import read_into
 from megapipe.checkpoint.manifest import Dtype, FileRecord, Manifest
 from megapipe.checkpoint.regions import Region
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.errors import CheckpointError
 from megapipe.util.finite import all_finite
 
@@ -41,7 +41,7 @@ _IN_ONE_THREAD = 1 << 15
 """Values that torch adds up in one thread where it has several: others read other tensors."""
 
 
-class Slot(NamedTuple):
+class ShardTensor(NamedTuple):
     """A tensor of a shard: one region of an entry."""
 
     name: str
@@ -64,19 +64,19 @@ class Slot(NamedTuple):
         return -TORCH_DTYPES[self.dtype].itemsize, self.name, self.region
 
 
-def slots_by_file(manifest: Manifest) -> dict[str, dict[Slot, str]]:
+def slots_by_file(manifest: Manifest) -> dict[str, dict[ShardTensor, str]]:
     """Each shard's tensors in the order in which they are stored, with their checksums."""
-    found: dict[str, dict[Slot, str]] = {file: {} for file in manifest.files}
+    found: dict[str, dict[ShardTensor, str]] = {file: {} for file in manifest.files}
     for name, entry in manifest.entries.items():
         for piece in entry.pieces:
-            found[piece.file][Slot(name, entry.dtype, piece.region)] = piece.xxh128
+            found[piece.file][ShardTensor(name, entry.dtype, piece.region)] = piece.xxh128
     return {
         file: {slot: slots[slot] for slot in sorted(slots, key=lambda slot: slot.order)}
         for file, slots in found.items()
     }
 
 
-def header(slots: Iterable[Slot], *, run_id: str, step: int) -> bytes:
+def header(slots: Iterable[ShardTensor], *, run_id: str, step: int) -> bytes:
     """The bytes before the data of a shard that holds `slots`, in this order."""
     tensors = ((x.key, _SAFETENSORS_DTYPES[x.dtype], x.region.sizes, x.nbytes) for x in slots)
     return safetensors_header(tensors, {"run_id": run_id, "step": str(step)})
@@ -99,9 +99,9 @@ def safetensors_header(
 
 
 def write_shard(
-    path: Place, contents: Sequence[tuple[Slot, Tensor]], *, run_id: str, step: int
+    path: StorageLocation, contents: Sequence[tuple[ShardTensor, Tensor]], *, run_id: str, step: int
 ) -> tuple[FileRecord, list[str]]:
-    """Write tensors, given in `Slot.order`, to a new file and make it durable.
+    """Write tensors, given in `ShardTensor.order`, to a new file and make it durable.
 
     One tensor at a time is brought to the host; a thread hashes it while it is written. Returns
     the file's record and the tensors' checksums. Raises CheckpointError if the file cannot be
@@ -131,7 +131,7 @@ def checksum(data: memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def check_header(path: Place, expected: bytes) -> None:
+def check_header(path: StorageLocation, expected: bytes) -> None:
     """Raise CheckpointError unless the file begins with the header that the manifest implies."""
     found = bytearray(len(expected))
     with at(path).open() as file:
@@ -139,15 +139,15 @@ def check_header(path: Place, expected: bytes) -> None:
             raise CheckpointError(f"{path} is damaged: its header is not what the manifest says")
 
 
-class Placed(NamedTuple):
+class LocatedTensor(NamedTuple):
     """A tensor of a shard, where its bytes begin, and their checksum."""
 
-    slot: Slot
+    slot: ShardTensor
     start: int
     checksum: str
 
 
-def read_tensor(path: Place, stored: Placed, out: Tensor) -> None:
+def read_tensor(path: StorageLocation, stored: LocatedTensor, out: Tensor) -> None:
     """Fill the contiguous host tensor `out` with a tensor of a shard.
 
     Raises CheckpointError if the file ends early or its bytes have another checksum; `out` is then
@@ -165,7 +165,7 @@ def read_tensor(path: Place, stored: Placed, out: Tensor) -> None:
         raise _damaged(path, stored)
 
 
-def examine(path: Place, tensors: Sequence[Placed], *, finite: bool) -> None:
+def examine(path: StorageLocation, tensors: Sequence[LocatedTensor], *, finite: bool) -> None:
     """Read tensors that lie one after the other in a shard, once; little of it is held at a time.
 
     Raises CheckpointError for the first that has another checksum than is known, or with `finite`
@@ -194,7 +194,7 @@ def examine(path: Place, tensors: Sequence[Placed], *, finite: bool) -> None:
                 )
 
 
-def _damaged(path: Place, stored: Placed) -> CheckpointError:
+def _damaged(path: StorageLocation, stored: LocatedTensor) -> CheckpointError:
     stop = stored.start + stored.slot.nbytes
     return CheckpointError(
         f"{path} is damaged: bytes {stored.start} to {stop} do not match their checksum"

@@ -10,15 +10,15 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megapipe.checkpoint.regions import Region, whole
-from megapipe.checkpoint.storage import Place
+from megapipe.checkpoint.storage import StorageLocation
 from megapipe.checkpoint.writer import Piece
 
 
-class Weights(Protocol):
+class TensorReader(Protocol):
     """Global tensors to be read by regions: a checkpoint, or what takes the place of one."""
 
     @property
-    def path(self) -> Place:
+    def path(self) -> StorageLocation:
         """Where it is."""
 
     @property
@@ -71,7 +71,7 @@ class Stateful:
         """Return names of entries that :meth:`read` reads, the whole of each."""
         return [name for name, _ in self._named()]
 
-    def read(self, weights: Weights, names: Collection[str]) -> None:
+    def read(self, weights: TensorReader, names: Collection[str]) -> None:
         """Read the tensors, as far as they are among the `names` of what is there."""
         for name, tensor in self._named():
             if name in names:
@@ -79,7 +79,7 @@ class Stateful:
                 weights.read_into(out, name, whole(tuple(tensor.shape)))
                 tensor.copy_(out)
 
-    def read_weights(self, weights: Weights) -> None:
+    def read_weights(self, weights: TensorReader) -> None:
         """Read what belongs to the weights, where these alone are loaded."""
 
     def saved(self) -> None:

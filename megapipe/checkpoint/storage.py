@@ -1,7 +1,7 @@
 """All that checkpoints ask of the place where they are kept.
 
-Writer, reader and retention are written once, against :class:`Stored`; :func:`at` gives the one
-that fits a place. What differs between the kinds is how an attempt becomes a checkpoint in one
+Writer, reader and retention are written once, against :class:`StoragePath`; :func:`at` gives the
+one that fits a place. What differs between the kinds is how an attempt becomes a checkpoint in one
 step, and how it ceases to be one.
 """
 
@@ -16,13 +16,13 @@ from megapipe.util.paths import user_path
 from megapipe.util.retries import LIMIT_S
 from megapipe.util.urls import is_remote
 
-Place = Path | RemotePath
+StorageLocation = Path | RemotePath
 """Where checkpoints are, or one of them, or a file in it. All have `name`, `parent`, `/`, and are
 ordered by name."""
 T = TypeVar("T")
 
 
-class Stored(Protocol):
+class StoragePath(Protocol):
     """A file or a folder of checkpoints. Methods raise CheckpointError, those that change
     something may raise OSError too."""
 
@@ -53,7 +53,7 @@ class Stored(Protocol):
     def is_checkpoint(self) -> bool:
         """Whether this was published, and is not withdrawn."""
 
-    def withdraw(self) -> "Place":
+    def withdraw(self) -> "StorageLocation":
         """Make this no checkpoint any more, in one step; returns what is left of it, a leftover."""
 
     def discard(self) -> None:
@@ -90,12 +90,12 @@ class Stored(Protocol):
         """Remove the file, if it is there."""
 
 
-def at(place: Place) -> Stored:
+def at(place: StorageLocation) -> StoragePath:
     """The file or folder at a place."""
     return LocalPath(place) if isinstance(place, Path) else place
 
 
-def place_of(name: str, *, what: str, patience_s: float = LIMIT_S) -> Place:
+def place_of(name: str, *, what: str, patience_s: float = LIMIT_S) -> StorageLocation:
     """The place that a user names, by a path or a URL, as `what`; nothing is opened there.
 
     Requests to a store are repeated for `patience_s` (:mod:`megapipe.util.retries`). Raises

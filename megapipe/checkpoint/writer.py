@@ -34,8 +34,8 @@ from megapipe.checkpoint.manifest import (
 from megapipe.checkpoint.names import MANIFEST, POINTER
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.regions import Region
-from megapipe.checkpoint.shard import TORCH_DTYPES, Slot, write_shard
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.shard import TORCH_DTYPES, ShardTensor, write_shard
+from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.errors import CheckpointError, MegapipeError
 
 SHARD_BYTES = 2 << 30
@@ -71,7 +71,7 @@ class Meta:
     digests: Mapping[str, str] = field(default_factory=dict)
 
 
-class Group(Protocol):
+class SaveGroup(Protocol):
     """The ranks that save together. Every rank calls the same methods in the same order."""
 
     @property
@@ -92,7 +92,7 @@ class Group(Protocol):
         """
 
 
-class Alone:
+class SingleProcess:
     """The group of a single process."""
 
     rank = 0
@@ -108,15 +108,15 @@ class Alone:
 
 
 def save(
-    root: Place,
+    root: StorageLocation,
     *,
     step: int,
     pieces: Iterable[Piece],
     meta: Meta,
-    group: Group,
+    group: SaveGroup,
     nbytes: int = 0,
     shard_bytes: int = SHARD_BYTES,
-) -> Place:
+) -> StorageLocation:
     """Write a checkpoint of all ranks' pieces and commit it; returns its folder on every rank.
 
     `root` must be on a file system that all ranks share. `pieces` may be a generator; at most
@@ -131,8 +131,8 @@ def save(
     lead = group.rank == 0
     staging = stage(root, step, group, nbytes)
     try:
-        together(group, lambda: write(staging, step, pieces, meta, group.rank, shard_bytes))
-        name = together(group, lambda: commit(staging, step, meta, group.world) if lead else "")
+        run_on_all(group, lambda: write(staging, step, pieces, meta, group.rank, shard_bytes))
+        name = run_on_all(group, lambda: commit(staging, step, meta, group.world) if lead else "")
     except Exception:
         if lead:
             discard(staging)
@@ -140,22 +140,22 @@ def save(
     return root / group.share(name)
 
 
-def stage(root: Place, step: int, group: Group, nbytes: int) -> Place:
+def stage(root: StorageLocation, step: int, group: SaveGroup, nbytes: int) -> StorageLocation:
     """Make a staging folder for a checkpoint of `step` and so many bytes; returns it on every rank.
 
     Raises CheckpointError on all of them if rank 0 cannot, or the disk has no room.
     """
     lead = group.rank == 0
-    name = together(group, lambda: _make_staging(root, step, nbytes) if lead else "")
+    name = run_on_all(group, lambda: _make_staging(root, step, nbytes) if lead else "")
     return root / group.share(name)
 
 
-def discard(staging: Place) -> None:
+def discard(staging: StorageLocation) -> None:
     """Remove a staging folder of which no checkpoint was made."""
     at(staging).discard()
 
 
-def together(group: Group, work: Callable[[], T]) -> T:
+def run_on_all(group: SaveGroup, work: Callable[[], T]) -> T:
     """Do this rank's part of a phase; raise on every rank if it failed on any."""
     error: Exception | None = None
     try:
@@ -184,7 +184,7 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _make_staging(root: Place, step: int, nbytes: int) -> str:
+def _make_staging(root: StorageLocation, step: int, nbytes: int) -> str:
     return at(root).stage(step, nbytes, lambda: next_name(root, step))
 
 
@@ -192,12 +192,12 @@ def _make_staging(root: Place, step: int, nbytes: int) -> str:
 class _Batch:
     """Pieces that come into one shard."""
 
-    contents: list[tuple[Slot, Tensor]] = field(default_factory=list)
+    contents: list[tuple[ShardTensor, Tensor]] = field(default_factory=list)
     nbytes: int = 0
 
 
 def write(
-    staging: Place,
+    staging: StorageLocation,
     step: int,
     pieces: Iterable[Piece],
     meta: Meta,
@@ -263,7 +263,7 @@ def write(
     at(staging).sync()
 
 
-def _slot(piece: Piece) -> Slot:
+def _slot(piece: Piece) -> ShardTensor:
     dtype = _DTYPE_NAMES.get(piece.tensor.dtype)
     if dtype is None:
         raise CheckpointError(
@@ -274,10 +274,10 @@ def _slot(piece: Piece) -> Slot:
             f"entry {piece.name!r} of shape {list(piece.shape)}: a tensor of shape "
             f"{list(piece.tensor.shape)} is no {piece.region}"
         )
-    return Slot(piece.name, dtype, piece.region)
+    return ShardTensor(piece.name, dtype, piece.region)
 
 
-def commit(staging: Place, step: int, meta: Meta, world: int) -> str:
+def commit(staging: StorageLocation, step: int, meta: Meta, world: int) -> str:
     """Make a checkpoint of what all ranks have written: manifest, rename, pointer.
 
     That is rank 0's part. Returns the new folder's name; raises CheckpointError or OSError."""
@@ -302,12 +302,12 @@ def commit(staging: Place, step: int, meta: Meta, world: int) -> str:
     return name
 
 
-def point_at(root: Place, name: str) -> None:
+def point_at(root: StorageLocation, name: str) -> None:
     """Let the pointer name a checkpoint of `root`. Raises CheckpointError or OSError."""
     at(root / POINTER).replace(f"{name}\n".encode())
 
 
-def _write_sealed(path: Place, record: Manifest | Receipt) -> None:
+def _write_sealed(path: StorageLocation, record: Manifest | Receipt) -> None:
     data = seal(record)
 
     def fill(file: BinaryIO) -> None:
@@ -316,6 +316,6 @@ def _write_sealed(path: Place, record: Manifest | Receipt) -> None:
     at(path).write(fill)
 
 
-def receipt_path(staging: Place, rank: int) -> Place:
+def receipt_path(staging: StorageLocation, rank: int) -> StorageLocation:
     """Where a rank lists what it has written."""
     return staging / f"receipt-{rank:05d}.json"

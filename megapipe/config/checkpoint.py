@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megapipe.config.moe import EXPERTS
-from megapipe.config.section import Expected, OnResume, Section, UserPath, needs
+from megapipe.config.section import ExpectedText, OnResume, Section, UserPath, needs
 
 LOAD = needs("checkpoint.load")
 
@@ -36,7 +36,7 @@ class CheckpointConfig(Section):
     """Save while training goes on: it waits until the state is copied to host memory, and threads
     write the copy. The plan says how much memory that takes. A save that falls due meanwhile waits
     for the one before; that of the last step is waited for. A kill loses the save under way."""
-    folder: Annotated[str | None, Expected("a URL such as s3://bucket/path, or null")] = None
+    folder: Annotated[str | None, ExpectedText("a URL such as s3://bucket/path, or null")] = None
     """URL of a folder on object storage, `s3://bucket/path`, `gs://...` or whatever fsspec opens,
     in which the run's checkpoints are, in a folder with the run's name; default: `checkpoints/` in
     the run folder, which has all else in any case. No two run folders may have one name there.

@@ -21,11 +21,11 @@ from megapipe.config.moe import EXPERTS
 from megapipe.config.numbers import NumbersConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.pipeline import STALE, PipelineConfig
-from megapipe.config.section import Expected, Needs, OnResume, Section, UserPath, needs, one_of
+from megapipe.config.section import ExpectedText, Needs, OnResume, Section, UserPath, needs, one_of
 from megapipe.config.update_rules import RULES
 from megapipe.util.paths import LATEST
 from megapipe.util.user_code import is_user_code, names_or_code
-from megapipe.words import either
+from megapipe.words import join_or
 
 LR_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 USUAL_WARMUP = 100
@@ -62,7 +62,7 @@ class RunConfig(Section):
         str,
         BeforeValidator(_with_task),
         AfterValidator(_no_link),
-        Expected(
+        ExpectedText(
             "up to 100 letters, digits, dots, underscores and dashes; a letter or digit first; not "
             f"{LATEST}, which is a link"
         ),
@@ -100,7 +100,7 @@ class RunConfig(Section):
 
 
 DECAYS = Needs(
-    f"optimizer.schedule={either([name for name in LR_SCHEDULES if name != 'constant'])}",
+    f"optimizer.schedule={join_or([name for name in LR_SCHEDULES if name != 'constant'])}",
     lambda config: config.optimizer.schedule != "constant",
 )
 ROUNDS = (needs("optimizer.state_dtype", "bf16"), needs("optimizer.master", "none"))
@@ -112,7 +112,7 @@ class OptimizerConfig(Section):
 
     rule: Annotated[
         str,
-        Expected(f"one of {', '.join(RULES)}, or a class of your own as module:Name"),
+        ExpectedText(f"one of {', '.join(RULES)}, or a class of your own as module:Name"),
         OnResume.NEVER,
     ] = Field("adamw", pattern=names_or_code(RULES))
     """Update rule. adamw (Loshchilov and Hutter, 1711.05101), adam (Kingma and Ba, 1412.6980), sgd
@@ -127,7 +127,9 @@ class OptimizerConfig(Section):
     """Learning rate at the end of the decay."""
     warmup_steps: Annotated[
         int | Annotated[float, Field(lt=1)] | None,
-        Expected("a whole number of steps, a share of train.steps below 1 such as 0.02, or null"),
+        ExpectedText(
+            "a whole number of steps, a share of train.steps below 1 such as 0.02, or null"
+        ),
     ] = Field(None, ge=0)
     """Steps of linear warm-up, or, written with a point, their share of `train.steps`: 1 is one
     step and 0.02 a fiftieth of the run, rounded to whole steps. Default: 100, or a tenth of a run
@@ -137,7 +139,7 @@ class OptimizerConfig(Section):
     first step and at the peak at the same one."""
     schedule: Annotated[
         str,
-        Expected(f"one of {', '.join(LR_SCHEDULES)}, or a function of your own as module:name"),
+        ExpectedText(f"one of {', '.join(LR_SCHEDULES)}, or a function of your own as module:name"),
     ] = Field("cosine", pattern=names_or_code(LR_SCHEDULES))
     """Decay after the warm-up; wsd (warm-up, stable, decay) holds the peak until the last
     `decay_steps`. Or a function of your own as `module:name` that returns the learning rate of a
@@ -210,7 +212,7 @@ class OptimizerConfig(Section):
     each other."""
     look_ahead: Annotated[
         Annotated[int, Field(ge=0)] | Literal["staleness"],
-        Expected("a whole number >= 0, or staleness"),
+        ExpectedText("a whole number >= 0, or staleness"),
     ] = 0
     """Updates that the model is ahead of its weights (XGrad: Guan et al., 2305.18240): it computes
     losses and gradients with W - look_ahead x lr x d, d being the direction of the last update, and
@@ -354,7 +356,7 @@ class TrainConfig(Section):
     """Samples per step over all replicas."""
     batch_ramp: Annotated[
         list[Annotated[int, Field(ge=1)]] | None,
-        Expected("start, increment and samples, as in [16, 8, 300000], or null"),
+        ExpectedText("start, increment and samples, as in [16, 8, 300000], or null"),
     ] = Field(None, min_length=3, max_length=3)
     """Grow the batch: [start, increment, samples] begins with `start` samples per step and adds
     `increment` after equal shares of the first `samples` samples, until `global_batch` is reached.

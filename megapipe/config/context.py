@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.config.section import Expected, Needs, OnResume, Section, needs
+from megapipe.config.section import ExpectedText, Needs, OnResume, Section, needs
 from megapipe.util.user_code import names_or_code
 
 PLANS = ("ring", "double_ring", "helpers", "teams", "all_gather")
@@ -39,7 +39,7 @@ class ContextConfig(Section):
     cp / ulysses others form a ring. parallel.cp: DeepSpeed-Ulysses; 1: a ring alone."""
     plan: Annotated[
         str,
-        Expected(f"one of {', '.join(PLANS)}, or a function of your own as module:name"),
+        ExpectedText(f"one of {', '.join(PLANS)}, or a function of your own as module:name"),
         RING,
     ] = Field("ring", pattern=names_or_code(PLANS))
     """Of the ring. ring: keys go around. double_ring: around rings of `inner` neighbours, and from

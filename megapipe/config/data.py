@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from megapipe.config.section import Expected, Needs, OnResume, Section, UserPath, needs
+from megapipe.config.section import ExpectedText, Needs, OnResume, Section, UserPath, needs
 
 ONLY = ""
 """The name of a single source, ``data.source``, which the user gives none."""
@@ -39,7 +39,9 @@ class MixtureSource(Section):
     """As `data.source`."""
     weight: Annotated[
         Weight | None,
-        Expected("a number > 0, or pairs of a step and the weight from it on: [[0, 3], [800, 1]]"),
+        ExpectedText(
+            "a number > 0, or pairs of a step and the weight from it on: [[0, 3], [800, 1]]"
+        ),
     ] = None
     """Its share of the samples, in proportion to the others'; or pairs of a step and the weight
     from that step on, [[0, 3], [800, 1]]. Default, for all or none: its tokens, each counted as
@@ -75,7 +77,7 @@ class DataConfig(Section):
     that returns a data set of token ids (docs/extending.md)."""
     mixture: Annotated[
         dict[str, MixtureSource],
-        Expected("sources by names of your own, as in data.mixture.web.source=texts"),
+        ExpectedText("sources by names of your own, as in data.mixture.web.source=texts"),
     ] = Field(default_factory=dict)
     """Sources that are mixed, in the place of `source`: data.mixture.NAME.source, and of each
     `weight`, `tokens`, `epochs`, `subset`, `dataset_split`, `text_field` (docs/data.md). The source
@@ -98,21 +100,21 @@ class DataConfig(Section):
     validation_fraction: Annotated[float, OnResume.CORPUS] = Field(0.02, ge=0, lt=1)
     """Share of the documents held out for validation; 0: none. Not for `split` and `validation`."""
     split: Annotated[
-        str | None, Expected('weights such as "969,30,1", or null'), OnResume.CORPUS
+        str | None, ExpectedText('weights such as "969,30,1", or null'), OnResume.CORPUS
     ] = Field(None, pattern=r"^\s*[0-9.]+(\s*,\s*[0-9.]+){0,2}\s*$")
     """Of token files: weights of what is trained on, validated on and tested on, as in "969,30,1":
     their sequences in this order, rounded as Megatron-LM does; a weight above 0 has to get one or
     more. In the place of `validation_fraction`."""
     validation: Annotated[
         dict[str, str],
-        Expected("sources by names of your own, as in data.validation.wiki=texts"),
+        ExpectedText("sources by names of your own, as in data.validation.wiki=texts"),
         OnResume.CORPUS,
     ] = Field(default_factory=dict)
     """Sources that are validated on, each by itself and whole: data.validation.NAME=SOURCE. Nothing
     of `source` or `mixture` is held out then."""
     test: Annotated[
         dict[str, str],
-        Expected("sources by names of your own, as in data.test.wiki=texts"),
+        ExpectedText("sources by names of your own, as in data.test.wiki=texts"),
         OnResume.HARMLESS,
     ] = Field(default_factory=dict)
     """Sources whose loss is computed once, when the run has ended: data.test.NAME=SOURCE."""
@@ -162,7 +164,7 @@ class DataConfig(Section):
     """Share of those that are in the order suffix, prefix, middle."""
     fim_tokens: Annotated[
         list[str] | None,
-        Expected("three names: [<fim_prefix>, <fim_suffix>, <fim_middle>]"),
+        ExpectedText("three names: [<fim_prefix>, <fim_suffix>, <fim_middle>]"),
         Field(min_length=3, max_length=3),
         OnResume.ORDER,
         FILLS,

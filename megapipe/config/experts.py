@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from megapipe.config.moe import EXPERTS
-from megapipe.config.section import Expected, Needs, OnResume, Section, UserPath, needs
+from megapipe.config.section import ExpectedText, Needs, OnResume, Section, UserPath, needs
 from megapipe.util.user_code import names_or_code
 
 Dispatch = Literal["all_to_all", "all_gather", "hierarchical", "fetch", "auto"]
@@ -35,7 +35,9 @@ class ExpertsConfig(Section):
 
     dispatch: Annotated[
         Dispatch | Annotated[str, Field(pattern=names_or_code(()))],
-        Expected(f"one of {', '.join(get_args(Dispatch))}, or a class of your own as module:name"),
+        ExpectedText(
+            f"one of {', '.join(get_args(Dispatch))}, or a class of your own as module:name"
+        ),
         SPLIT,
     ] = "all_to_all"
     """all_to_all: a row for each choice of a token goes to the rank of its expert. hierarchical:
@@ -52,7 +54,7 @@ class ExpertsConfig(Section):
     and CHANGES RESULTS."""
     chunks: Annotated[
         Annotated[int, Field(ge=1, le=8)] | Literal["auto"],
-        Expected("a whole number >= 1 and <= 8, or auto"),
+        ExpectedText("a whole number >= 1 and <= 8, or auto"),
         SPLIT,
     ] = 1
     """Parts in which a rank computes its experts, each with the rows for some of them: those of the
@@ -72,7 +74,7 @@ class ExpertsConfig(Section):
     so by 1/254 of that at most; a row is a byte for each value, and 4 more."""
     topology: Annotated[
         list[Annotated[float, Field(gt=0)]] | None,
-        Expected("two or three numbers above 0, as in [4, 2, 1], or null"),
+        ExpectedText("two or three numbers above 0, as in [4, 2, 1], or null"),
         SPLIT,
         needs("model.moe.balance"),
         OnResume.LISTED,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megapipe.config.config import Config
-from megapipe.config.section import Expected, Section, keys_within, rules_of, sections_within
+from megapipe.config.section import ExpectedText, Section, keys_within, rules_of, sections_within
 from megapipe.config.strict_yaml import Value
 from megapipe.errors import ConfigError
 from megapipe.util.user_code import is_source, is_user_code
@@ -47,7 +47,7 @@ CODE = (
 """Keys that may name code of the user's, beside sources of data."""
 
 
-def code_of(config: Config) -> Iterator[tuple[str, str]]:
+def user_code_keys(config: Config) -> Iterator[tuple[str, str]]:
     """Each key whose value names code of the user's, with the value."""
     for key in CODE:
         value = attrgetter(key)(config)
@@ -65,7 +65,7 @@ def refuse_code(config: Config, where: str) -> None:
     To be called before code may be loaded; `where` begins the line.
     """
     if config.run.own_code == "refuse":
-        for key, value in code_of(config):
+        for key, value in user_code_keys(config):
             raise ConfigError(
                 f"{where}: {key}={value}: it names code to run, which run.own_code=refuse does not "
                 "allow"
@@ -104,7 +104,7 @@ def entry_of(key: str) -> str | None:
 
 def expected(info: FieldInfo) -> str:
     """Values that a field takes, in words: its own, or those of its type and bounds."""
-    for rule in rules_of(info, Expected):
+    for rule in rules_of(info, ExpectedText):
         return rule.words
     words = ", or ".join(_alternatives(info.annotation))
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megapipe.config.moe import MoEConfig
-from megapipe.config.section import Expected, Needs, OnResume, Section, needs
+from megapipe.config.section import ExpectedText, Needs, OnResume, Section, needs
 from megapipe.util.dtypes import Dtype
 from megapipe.util.user_code import is_user_code, names_or_code
 
@@ -33,11 +33,12 @@ class ModelConfig(Section):
 
     source: str | None = None
     """A model of your own: `module:name` of a function that returns its layers, a list of
-    torch.nn.Modules (docs/models.md), or of a class derived from megapipe.model.interface.Family.
-    Of the other keys of this section `options`, `vocab_size` and `dtype` go with it."""
+    torch.nn.Modules (docs/models.md), or of a class derived from
+    megapipe.model.interface.ModelSpec. Of the other keys of this section `options`,
+    `vocab_size` and `dtype` go with it."""
     options: Annotated[
         dict[str, str | int | float | bool | None],
-        Expected("values by name, as in model.options.width=64"),
+        ExpectedText("values by name, as in model.options.width=64"),
         needs("model.source"),
     ] = Field(default_factory=dict)
     """Arguments for `source`, by name: model.options.width=64."""
@@ -59,7 +60,7 @@ class ModelConfig(Section):
     """Rows of the learned position table; of other positions the longest text that exports name.
     Default: train.sequence_length."""
     norm: Annotated[
-        str, Expected(f"one of {', '.join(NORMS)}, or a function of your own as module:name")
+        str, ExpectedText(f"one of {', '.join(NORMS)}, or a function of your own as module:name")
     ] = Field("layernorm", pattern=names_or_code(NORMS))
     """Normalisation before attention, before the MLP and before the head. Or a function of your own
     as `module:name`, of (x, weight, bias, eps), over the last dimension (docs/extending.md)."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.config.section import Expected, OnResume, Section, needs
+from megapipe.config.section import ExpectedText, OnResume, Section, needs
 from megapipe.util.user_code import names_or_code
 
 SCORES = ("softmax", "sigmoid")
@@ -24,7 +24,7 @@ class MoEConfig(Section):
 
     experts: Annotated[
         Number | list[Number] | None,
-        Expected("a whole number >= 2 and <= 32767, a list of such numbers, or null"),
+        ExpectedText("a whole number >= 2 and <= 32767, a list of such numbers, or null"),
     ] = None
     """Experts of a layer, or a list of one number for each layer that has some, in their order
     (PR-MoE's pyramid; Rajbhandari et al., 2201.05596); default: none, all layers are dense."""
@@ -48,7 +48,7 @@ class MoEConfig(Section):
     (Qwen2-MoE). softmax: one of two coefficients that sum to 1, of which the experts' output gets
     the other (PR-MoE)."""
     scores: Annotated[
-        str, Expected(f"one of {', '.join(SCORES)}, or a class of your own as module:name")
+        str, ExpectedText(f"one of {', '.join(SCORES)}, or a class of your own as module:name")
     ] = Field("softmax", pattern=names_or_code(SCORES))
     """Scores of the experts, from the router's logits: over all experts, or each by itself
     (DeepSeek-V3). A token goes to the experts with the largest ones, and they are the weights. Or a

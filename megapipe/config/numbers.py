@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from megapipe.config.section import Expected, Needs, OnResume, Section, needs
+from megapipe.config.section import ExpectedText, Needs, OnResume, Section, needs
 
 Action = Literal["stop", "skip", "rewind"]
 
@@ -63,7 +63,8 @@ class NumbersConfig(Section):
     """Batches that a rewind leaves out: that of the step, and those before it, as far as the
     checkpoint."""
     skip_samples: Annotated[
-        list[_Range], Expected("pairs of sample numbers, as in [[640, 672]]; the second is not in")
+        list[_Range],
+        ExpectedText("pairs of sample numbers, as in [[640, 672]]; the second is not in"),
     ] = Field(default_factory=list)
     """Samples that no step takes, by their numbers in the run: [[640, 672]] leaves out 640 to 671.
     What a rewind has left out is told in this form: with it a new run takes the same steps. Of a

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megapipe.config.moe import EXPERTS
-from megapipe.config.section import Expected, OnResume, Section, UserPath
+from megapipe.config.section import ExpectedText, OnResume, Section, UserPath
 
 
 class OtherLayout(Section):
@@ -56,7 +56,7 @@ class ParallelConfig(Section):
     then counts groups of so many."""
     layouts: Annotated[
         dict[str, OtherLayout],
-        Expected("layouts by names of your own, as in parallel.layouts.half.pp=2"),
+        ExpectedText("layouts by names of your own, as in parallel.layouts.half.pp=2"),
     ] = Field(default_factory=dict)
     """Layouts for other numbers of processes: parallel.layouts.NAME.pp, and of each `dp`, `tp`,
     `cp`, `ep`, `etp`, `ulysses`, `chunks`, `schedule`, `microbatch`. Where there are not as many

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.config.section import Expected, OnResume, Section, UserPath, needs
+from megapipe.config.section import ExpectedText, OnResume, Section, UserPath, needs
 
 STALE = needs("pipeline.weights", other="synchronous")
 
@@ -48,7 +48,7 @@ class PipelineConfig(Section):
     """chimera: pairs of pipelines in opposite directions, each with its copies of the weights."""
     replicas: Annotated[
         list[Annotated[int, Field(ge=1)]] | None,
-        Expected("a number of ranks for each stage, as in [2, 1], or null"),
+        ExpectedText("a number of ranks for each stage, as in [2, 1], or null"),
     ] = Field(None, min_length=1)
     """1f1b_rr: how many of the `parallel.pp` ranks each stage has, as in [2, 1] for 3; micro-batch
     k takes rank k mod 2 of the first. Default: two for the first stage and one for each other, as

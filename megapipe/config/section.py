@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from megapipe.config.strict_yaml import text_of
-from megapipe.words import either
+from megapipe.words import join_or
 
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A key's value that may be a path, and then may begin with ``~``."""
@@ -22,7 +22,7 @@ Rule = TypeVar("Rule")
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedText:
     """Says in words what a key takes, where its type and bounds would not; for ``Annotated``."""
 
     words: str
@@ -67,7 +67,7 @@ def needs(key: str, *values: Any, above: float | None = None, other: Any = None)
         return any(each in values for each in (value if isinstance(value, list) else [value]))
 
     if values:
-        words = f"{key}={either([text_of(each) for each in values])}"
+        words = f"{key}={join_or([text_of(each) for each in values])}"
         return Needs(words, lambda config: is_among(value(config)))
     if above is not None:
         return Needs(f"{key} above {above:g}", lambda config: value(config) > above)
@@ -78,7 +78,7 @@ def needs(key: str, *values: Any, above: float | None = None, other: Any = None)
 
 def one_of(*several: Needs) -> Needs:
     """Say that a key needs one of several things."""
-    words = either([each.words for each in several])
+    words = join_or([each.words for each in several])
     return Needs(words, lambda config: any(each.is_met(config) for each in several))
 
 

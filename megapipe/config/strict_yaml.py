@@ -45,7 +45,7 @@ class YamlError(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class YamlEntry:
     """One key of a document, by its dotted name, with its value and the line it stands in."""
 
     key: str
@@ -101,7 +101,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 _Dumper.add_representer(list, _Dumper.represent_inline)
 
 
-def parse_mapping(text: str) -> list[Entry]:
+def parse_mapping(text: str) -> list[YamlEntry]:
     """The keys of a document that is a mapping; nested keys get dotted names.
 
     An empty section has no entries. Raises :class:`YamlError`.
@@ -114,14 +114,14 @@ def parse_mapping(text: str) -> list[Entry]:
     return _entries(node, "")
 
 
-def parse_value(key: str, text: str) -> list[Entry]:
+def parse_value(key: str, text: str) -> list[YamlEntry]:
     """`text` as the value of `key`: one entry, or one per nested key of a mapping."""
     if text.startswith("%"):  # a directive of a document, which no value has
-        return [Entry(key, text, 1)]
+        return [YamlEntry(key, text, 1)]
     node = _compose(text)
     if isinstance(node, yaml.MappingNode):
         return _entries(node, f"{key}.")
-    return [Entry(key, None if node is None else _value(node), 1)]
+    return [YamlEntry(key, None if node is None else _value(node), 1)]
 
 
 def dump(tree: dict[str, dict[str, Value]]) -> str:
@@ -159,8 +159,8 @@ def _compose(text: str) -> Any:
         raise YamlError("not valid YAML: an escape of a character that Unicode has not") from None
 
 
-def _entries(mapping: yaml.MappingNode, prefix: str) -> list[Entry]:
-    entries: list[Entry] = []
+def _entries(mapping: yaml.MappingNode, prefix: str) -> list[YamlEntry]:
+    entries: list[YamlEntry] = []
     seen: dict[str, int] = {}
     for key_node, node in mapping.value:
         key = _value(key_node)
@@ -170,7 +170,7 @@ def _entries(mapping: yaml.MappingNode, prefix: str) -> list[Entry]:
         if isinstance(node, yaml.MappingNode):
             found = _entries(node, f"{name}.")
         else:
-            found = [Entry(name, _value(node), _line(key_node))]
+            found = [YamlEntry(name, _value(node), _line(key_node))]
         for entry in found:
             if entry.key in seen:
                 raise YamlError(

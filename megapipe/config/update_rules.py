@@ -100,11 +100,11 @@ def declaration(rule: str) -> Declaration:
     """The declaration of `rule`, a value of ``optimizer.rule``. Raises :class:`ConfigError`."""
     if rule in RULES:
         return RULES[rule]
-    declared: Declaration = getattr(own_rule(rule).function, "declaration")  # noqa: B009
+    declared: Declaration = getattr(user_rule(rule).function, "declaration")  # noqa: B009
     return declared
 
 
-def own_rule(spec: str) -> UserCode:
+def user_rule(spec: str) -> UserCode:
     """The class of the user's that `spec` names, which is an update rule.
 
     Raises:

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.context.entries import Entry
+from megapipe.context.entries import ScoreRect
 from megapipe.context.positions import Positions
 
 Ids = npt.NDArray[np.int64]
 
 
 def within_documents(
-    entries: Iterable[Entry], queries: Positions, keys: Positions, ids: Ids
-) -> Iterator[Entry]:
+    entries: Iterable[ScoreRect], queries: Positions, keys: Positions, ids: Ids
+) -> Iterator[ScoreRect]:
     """The parts of `entries` in which query and key are of the same document, of one row each.
 
     `ids` [rows, positions] are the numbers of the documents, not decreasing along a row.
@@ -35,12 +35,12 @@ def within_documents(
             elif k[-1] == q[0]:
                 seeing, seen = int((q == k[-1]).sum()), int((k == k[-1]).sum())
                 start, stop = entry.queries.start, entry.keys.stop
-                yield Entry(slice(start, start + seeing), slice(stop - seen, stop), False, row)
+                yield ScoreRect(slice(start, start + seeing), slice(stop - seen, stop), False, row)
 
 
-def _runs(entry: Entry, ids: Ids, row: int) -> Iterator[Entry]:
+def _runs(entry: ScoreRect, ids: Ids, row: int) -> Iterator[ScoreRect]:
     """The documents of a square, each a square on the diagonal."""
     ends = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
     for a, b in itertools.pairwise(ends):
         q, k = entry.queries.start, entry.keys.start
-        yield Entry(slice(q + a, q + b), slice(k + a, k + b), True, row)
+        yield ScoreRect(slice(q + a, q + b), slice(k + a, k + b), True, row)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megapipe.context.positions import Positions
 
 
-class Entry(NamedTuple):
+class ScoreRect(NamedTuple):
     """A rectangle of scores: rows of queries and rows of keys, all of them visible, or of a square
     those on and below the diagonal."""
 
@@ -39,7 +39,7 @@ def attention_flops(scores: int, head_dim: int, *, backward: bool) -> int:
 
 
 @lru_cache(maxsize=65536)
-def entries(queries: Positions, keys: Positions) -> tuple[Entry, ...]:
+def score_rects(queries: Positions, keys: Positions) -> tuple[ScoreRect, ...]:
     """The scores of queries that see keys, each position itself and all before it; none twice.
 
     Two blocks hold the same positions, or none in common; keys may have those of earlier slices
@@ -47,17 +47,17 @@ def entries(queries: Positions, keys: Positions) -> tuple[Entry, ...]:
     """
     earlier = keys.count - queries.count
     if earlier >= 0 and keys.rows(earlier, keys.count) == queries:
-        own = Entry(slice(0, queries.count), slice(earlier, keys.count), causal=True)
+        own = ScoreRect(slice(0, queries.count), slice(earlier, keys.count), causal=True)
         return (*_full(queries, keys.rows(0, earlier)), own)
     if any(run.step > 1 for run in (*queries.runs, *keys.runs)):
         return _striped(queries, keys)
     return tuple(_full(queries, keys))
 
 
-def _full(queries: Positions, keys: Positions) -> Iterator[Entry]:
+def _full(queries: Positions, keys: Positions) -> Iterator[ScoreRect]:
     """Runs of keys, each wholly before or after each run of queries: those that the same queries
     see are joined."""
-    found: list[Entry] = []
+    found: list[ScoreRect] = []
     row = 0
     for run in keys.runs:
         here = slice(row, row + run.length)
@@ -69,16 +69,16 @@ def _full(queries: Positions, keys: Positions) -> Iterator[Entry]:
         if found and found[-1].queries == rows and found[-1].keys.stop == here.start:
             found[-1] = found[-1]._replace(keys=slice(found[-1].keys.start, here.stop))
         else:
-            found.append(Entry(rows, here, causal=False))
+            found.append(ScoreRect(rows, here, causal=False))
     yield from found
 
 
-def _striped(queries: Positions, keys: Positions) -> tuple[Entry, ...]:
+def _striped(queries: Positions, keys: Positions) -> tuple[ScoreRect, ...]:
     """Stripes beside each other: a key of the same row is before the query, or after it."""
     (q,), (k,) = queries.runs, keys.runs
     assert (q.step, q.length) == (k.step, k.length), "stripes of one sequence"
     if k.first < q.first:
-        return (Entry(slice(0, q.length), slice(0, k.length), causal=True),)
+        return (ScoreRect(slice(0, q.length), slice(0, k.length), causal=True),)
     if q.length == 1:
         return ()
-    return (Entry(slice(1, q.length), slice(0, k.length - 1), causal=True),)
+    return (ScoreRect(slice(1, q.length), slice(0, k.length - 1), causal=True),)

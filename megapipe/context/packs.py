@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megapipe.context.entries import Entry
+from megapipe.context.entries import ScoreRect
 
 PADDING = 128
 """Rows of fp32 that such a kernel's backward sets aside for each rectangle, besides one for each
@@ -25,12 +25,14 @@ def most_together(queries: int, samples: int) -> int:
     return max(ALWAYS, queries * samples // PADDING)
 
 
-def together(rectangles: Iterable[Entry], queries: int, samples: int) -> list[tuple[Entry, ...]]:
+def together(
+    rectangles: Iterable[ScoreRect], queries: int, samples: int
+) -> list[tuple[ScoreRect, ...]]:
     """The rectangles of a block by the calls that compute them: those that are all causal, or none,
     and have half of the block's `queries` positions at most on either side, in one or as many as
     :func:`most_together` says; and each of the others in its own."""
-    alone: list[Entry] = []
-    short: dict[bool, list[Entry]] = {False: [], True: []}
+    alone: list[ScoreRect] = []
+    short: dict[bool, list[ScoreRect]] = {False: [], True: []}
     for entry in rectangles:
         here = short[entry.causal] if 2 * max(entry.sizes) <= queries else alone
         here.append(entry)
@@ -41,9 +43,9 @@ def together(rectangles: Iterable[Entry], queries: int, samples: int) -> list[tu
     ]
 
 
-def joined(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+def joined(entries: Sequence[ScoreRect]) -> tuple[ScoreRect, ...]:
     """The same rows of queries and of keys in as few slices as there are, in their order."""
-    found: list[Entry] = []
+    found: list[ScoreRect] = []
     for entry in entries:
         last = found[-1] if found else None
         if last is not None and (last.row, last.queries.stop, last.keys.stop) == (

@@ -62,11 +62,11 @@ class Message(NamedTuple):
     due: int
     """The round before which a bundle is needed; after which the target is through with the
     gradients to which these are added; for what goes home, the number of rounds."""
-    lane: str = ""
+    channel: str = ""
     """Of links that carry a message each at the same time: a name for it."""
 
 
-class Part(NamedTuple):
+class RankPlan(NamedTuple):
     """The share of one rank in the forward or in the backward of a plan."""
 
     pairs: tuple[Pair | None, ...]
@@ -170,16 +170,16 @@ class Plan:
         return tuple(map(tuple, found))
 
     @cached_property
-    def forward_parts(self) -> tuple[Part, ...]:
+    def forward_parts(self) -> tuple[RankPlan, ...]:
         """The share of each rank in the forward."""
         return self._parts(self.forward)
 
     @cached_property
-    def backward_parts(self) -> tuple[Part, ...]:
+    def backward_parts(self) -> tuple[RankPlan, ...]:
         """The share of each rank in the backward."""
         return self._parts(self.backward)
 
-    def _parts(self, exchanges: Sequence[Sequence[Message]]) -> tuple[Part, ...]:
+    def _parts(self, exchanges: Sequence[Sequence[Message]]) -> tuple[RankPlan, ...]:
         needed: list[dict[tuple[Kind, int], int]] = [{} for _ in range(self.ranks)]
         for number, pairs in enumerate(self.rounds):
             for rank, pair in enumerate(pairs):
@@ -194,10 +194,10 @@ class Plan:
                     own, bundle = needed[message.source], (message.kind, message.home)
                     own[bundle] = max(own.get(bundle, 0), number)
         parts = zip(zip(*self.rounds, strict=True), messages, needed, strict=True)
-        return tuple(Part(pairs, tuple(map(tuple, own)), used) for pairs, own, used in parts)
+        return tuple(RankPlan(pairs, tuple(map(tuple, own)), used) for pairs, own, used in parts)
 
     @cached_property
-    def held(self) -> dict[Kind, int]:
+    def max_bundles(self) -> dict[Kind, int]:
         """The most bundles of a kind that a rank has or expects at a time, its own included."""
         begins = {(kind, home, home): 0 for kind in KINDS for home in range(self.ranks)}
         ends = {
@@ -237,7 +237,10 @@ class Plan:
                 end
                 for m in messages
                 if m.what == "bundle"
-                for end in ((m.kind, m.lane, "sends", m.source), (m.kind, m.lane, "gets", m.target))
+                for end in (
+                    (m.kind, m.channel, "sends", m.source),
+                    (m.kind, m.channel, "gets", m.target),
+                )
             )
             for (kind, _, verb, rank), count in ends.items():
                 if count > 1:

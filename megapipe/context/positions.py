@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-class Run(NamedTuple):
+class StridedRange(NamedTuple):
     """Rows that hold every `step`-th position, `length` of them, from `first` on."""
 
     first: int
@@ -24,26 +24,26 @@ class Run(NamedTuple):
         """The positions, as an index."""
         return slice(self.first, self.last + 1, self.step)
 
-    def rows(self, start: int, stop: int) -> Run:
+    def rows(self, start: int, stop: int) -> StridedRange:
         """Its rows start .. stop - 1."""
-        return Run(self.first + start * self.step, stop - start, self.step)
+        return StridedRange(self.first + start * self.step, stop - start, self.step)
 
 
 @dataclass(frozen=True)
 class Positions:
     """The positions of rows, in runs that follow each other; they ascend within a slice."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[StridedRange, ...]
 
     @classmethod
     def whole(cls, length: int, first: int = 0) -> Positions:
         """`length` positions in a row."""
-        return cls((Run(first, length),))
+        return cls((StridedRange(first, length),))
 
     @classmethod
-    def of(cls, runs: Iterable[Run]) -> Positions:
+    def of(cls, runs: Iterable[StridedRange]) -> Positions:
         """Of these runs; a run that goes on with the one before it is joined to that."""
-        found: list[Run] = []
+        found: list[StridedRange] = []
         for run in runs:
             if found and run.step == found[-1].step and run.first == found[-1].last + run.step:
                 found[-1] = found[-1]._replace(length=found[-1].length + run.length)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megapipe.context.plan import KINDS, Kind, Message, Plan
 
 
-class Link(NamedTuple):
+class MessageLink(NamedTuple):
     """The way of a message."""
 
     name: Hashable
@@ -17,7 +17,7 @@ class Link(NamedTuple):
     seconds: float
 
 
-class Timed(NamedTuple):
+class PlanTiming(NamedTuple):
     """Seconds of a forward or backward."""
 
     whole: float
@@ -35,8 +35,8 @@ def simulate(
     plan: Plan,
     messages: Sequence[Sequence[Message]],
     work: Callable[[int, int], float],
-    link: Callable[[Message], Link],
-) -> Timed:
+    link: Callable[[Message], MessageLink],
+) -> PlanTiming:
     """Time the rounds of `plan` with its `messages`, which travel while ranks compute.
 
     `work` gives the seconds of a pair (queries, keys), `link` the way of a message. A message
@@ -70,4 +70,4 @@ def simulate(
                 seconds = 0.0 if pair is None else work(*pair)
                 clock[rank] += seconds
                 busy[rank] += seconds
-    return Timed(max([*clock, *arrived.values()]), sum(busy) / plan.ranks)
+    return PlanTiming(max([*clock, *arrived.values()]), sum(busy) / plan.ranks)

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from megapipe.context.positions import Positions, Run
+from megapipe.context.positions import Positions, StridedRange
 
 Order = Literal["zigzag", "striped", "contiguous"]
 
 
-class HeldPositions(NamedTuple):
+class LocalPositions(NamedTuple):
     """The positions of a sequence, or of all its slices one after the other."""
 
     own: Positions
@@ -38,7 +38,7 @@ class HeldPositions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
+class PositionSplit:
     """A context-parallel group and what each of its ranks holds."""
 
     ring: int = 1
@@ -74,13 +74,16 @@ class Split:
         assert length % self.multiple == 0, f"{length} positions over {self}"
         n, size = self.ring, length // self.ring
         if self.order == "striped":
-            return Positions((Run(first + ring, size, n),))
+            return Positions((StridedRange(first + ring, size, n),))
         if self.order == "contiguous":
-            return Positions((Run(first + ring * size, size),))
+            return Positions((StridedRange(first + ring * size, size),))
         half = size // 2
         if n == 1:
-            return Positions((Run(first, size),))
-        ends = Run(first + ring * half, half), Run(first + (2 * n - 1 - ring) * half, half)
+            return Positions((StridedRange(first, size),))
+        ends = (
+            StridedRange(first + ring * half, half),
+            StridedRange(first + (2 * n - 1 - ring) * half, half),
+        )
         return Positions.of(ends)
 
     def own(self, first: int, length: int, index: int) -> Positions:
@@ -88,7 +91,7 @@ class Split:
         ring, ulysses = self.place(index)
         return self.block(first, length, ring).part(ulysses, self.ulysses)
 
-    def held(self, lengths: Sequence[int], index: int) -> HeldPositions:
+    def local(self, lengths: Sequence[int], index: int) -> LocalPositions:
         """The parts of a rank, and of the members of its ring, of slices of these lengths, each of
         which is split by itself."""
         starts = [0, *accumulate(lengths)]
@@ -105,4 +108,4 @@ class Split:
             joined([self.block(first, length, ring) for first, length in slices])
             for ring in range(self.ring)
         )
-        return HeldPositions(ranks[index], tuple(blocks), ranks)
+        return LocalPositions(ranks[index], tuple(blocks), ranks)

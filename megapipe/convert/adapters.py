@@ -15,21 +15,21 @@ from megapipe.checkpoint.durable import create
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_lora, stored_model
 from megapipe.config.model import ModelConfig
-from megapipe.convert.fresh import fresh_folder
+from megapipe.convert.fresh import atomic_folder
 from megapipe.convert.shards import Named, write
 from megapipe.errors import ConfigError
 from megapipe.layers.lora_specs import ALL_ROWS, Lora
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.hf.config import row_of
-from megapipe.model.gpt.hf.table import Row
-from megapipe.model.gpt.hf.weights import Entry
+from megapipe.model.gpt.hf.table import HFClass
+from megapipe.model.gpt.hf.weights import TensorMapping
 from megapipe.model.gpt.lora import (
     HEADS,
     MLP,
     QKV,
     adapter_name,
+    adapter_targets,
     module_of,
-    places,
     targets_in,
     with_adapters,
 )
@@ -73,7 +73,7 @@ class Adapters:
         if self.lora is None or not name.startswith("layers."):
             return weight
         _, number, module = name.split(".", 2)
-        layer, found = int(number), places(self.model)
+        layer, found = int(number), adapter_targets(self.model)
         beside = [
             each
             for each in targets_in(self.model, self.lora, layer)
@@ -127,14 +127,14 @@ def export_adapters(
     dtype = dtype or kept
     values = [(name, factor.to(TORCH_DTYPES[dtype])) for name, factor in values]
     named: list[Named] = [(name, tuple(factor.shape), dtype) for name, factor in values]
-    with fresh_folder(output) as folder:
+    with atomic_folder(output) as folder:
         with create(folder / CONFIG) as file:
             text = json.dumps(_config(stored, row, adapters, named), indent=2)
             file.write((text + "\n").encode())
         write(folder, {WEIGHTS: named}, values, tell)
 
 
-def _of_peft(adapters: Adapters, row: Row) -> Iterator[tuple[str, Tensor]]:
+def _of_peft(adapters: Adapters, row: HFClass) -> Iterator[tuple[str, Tensor]]:
     """All matrices by peft's names."""
     assert adapters.lora is not None
     for layer in range(adapters.model.layers):
@@ -146,15 +146,15 @@ def _of_peft(adapters: Adapters, row: Row) -> Iterator[tuple[str, Tensor]]:
 
 
 def _layers(
-    model: ModelConfig, row: Row, layer: int, target: str, b: Tensor
+    model: ModelConfig, row: HFClass, layer: int, target: str, b: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """The class' layers that an adapter is beside, with the B of each [out, rank]."""
-    place = places(model)[target]
+    place = adapter_targets(model)[target]
     names, arrangement, _ = row.counterpart(
         f"layers.{layer}.{module_of(model, layer, place.layer)}"
     )
     if place.rows == ALL_ROWS:
-        parts = Entry(target, tuple(b.shape), names, arrangement).way.split(b, model)
+        parts = TensorMapping(target, tuple(b.shape), names, arrangement).way.split(b, model)
         if arrangement in ("transposed", "blocks"):  # which the class' weight is, but not its B
             parts = tuple(part.t() for part in parts)
         yield from zip(names, parts, strict=True)
@@ -168,7 +168,7 @@ def _layers(
     yield names[order.index(target)], b
 
 
-def _config(stored: Any, row: Row, adapters: Adapters, named: list[Named]) -> dict[str, Any]:
+def _config(stored: Any, row: HFClass, adapters: Adapters, named: list[Named]) -> dict[str, Any]:
     """The keys of peft's LoraConfig."""
     section = stored_lora(stored)
     start = f"base_model.model.{row.layers}."

@@ -12,14 +12,14 @@ import torch
 
 from megapipe.checkpoint.find import OF_A_RUN
 from megapipe.checkpoint.regions import whole
-from megapipe.checkpoint.writer import SHARD_BYTES, Alone, Meta, Piece, save
+from megapipe.checkpoint.writer import SHARD_BYTES, Meta, Piece, SingleProcess, save
 from megapipe.cli import flatten
 from megapipe.config.config import Config, TrainConfig
 from megapipe.config.data import DataConfig
 from megapipe.convert.describe import as_configuration
 from megapipe.convert.export import GENERATION
-from megapipe.convert.fresh import fresh_folder
-from megapipe.convert.source import Source
+from megapipe.convert.fresh import atomic_folder
+from megapipe.convert.source import WeightSource
 from megapipe.convert.tokenizer import save_tokenizer
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import ConfigError, DataError
@@ -34,8 +34,8 @@ TOKENIZER_FILES = (
 """Of which each means that a folder has a tokenizer."""
 
 
-def adopt(
-    source: Source,
+def import_model(
+    source: WeightSource,
     output: Path,
     *,
     tokenizer: str | None = None,
@@ -77,7 +77,7 @@ def adopt(
         coordinates={"step": 0, "samples": 0, "updates": 0},
         config=flatten(config),
     )
-    with fresh_folder(output) as folder:
+    with atomic_folder(output) as folder:
         text = as_configuration(model, tokenizer=stays_at, load=output.absolute())
         (folder / CONFIGURATION).write_text(text)
         if own:
@@ -89,7 +89,7 @@ def adopt(
             step=0,
             pieces=_pieces(source, tell),
             meta=meta,
-            group=Alone(),
+            group=SingleProcess(),
             shard_bytes=shard_bytes,
         )
 
@@ -99,7 +99,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def _pieces(source: Source, tell: Callable[[str], None]) -> Iterator[Piece]:
+def _pieces(source: WeightSource, tell: Callable[[str], None]) -> Iterator[Piece]:
     shapes, told = source.shapes(), time.monotonic()
     for number, (name, shape) in enumerate(shapes.items(), 1):
         tensor = source.read(name)

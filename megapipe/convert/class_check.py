@@ -25,12 +25,12 @@ from megapipe.config.model import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.specs import bias_name
 from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.model.gpt.hf.config import config_from_hf
 from megapipe.model.gpt.hf.table import TABLE
-from megapipe.model.gpt.hf.weights import Entry, entries
+from megapipe.model.gpt.hf.weights import TensorMapping, entries
 from megapipe.model.gpt.parameters import known
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
@@ -197,7 +197,7 @@ def difference(config: Any, model: ModelConfig) -> str | None:
     return found
 
 
-def _random(entry: Entry, model: ModelConfig, rng: torch.Generator) -> Tensor:
+def _random(entry: TensorMapping, model: ModelConfig, rng: torch.Generator) -> Tensor:
     """Weights with which every part of a model has a say: also what is added to variances."""
     values = torch.randn(entry.shape, generator=rng, dtype=torch.float64)
     if entry.name.startswith("embedding."):
@@ -211,7 +211,7 @@ def _random(entry: Entry, model: ModelConfig, rng: torch.Generator) -> Tensor:
 def _logits_of_class(
     config: Any,
     model: ModelConfig,
-    parts: list[Entry],
+    parts: list[TensorMapping],
     tensors: Mapping[str, Tensor],
     tokens: Tensor,
 ) -> Tensor:
@@ -272,7 +272,7 @@ def _logits(model: ModelConfig, tensors: Mapping[str, Tensor], tokens: Tensor) -
         values[tuple(map(slice, spec.shape))] = tensors[spec.name]
         owned.replace(Parameter(values, requires_grad=False))
     for layer in module.modules():
-        if isinstance(layer, Experts) and layer.bias is not None:
+        if isinstance(layer, RoutedExperts) and layer.bias is not None:
             layer.bias.copy_(tensors[bias_name(layer.layer).removeprefix("model/")])
     module.train(False)
     mb = MicroBatch(index=0, step=0, seed=0, tokens=tokens)

@@ -7,23 +7,23 @@ from math import prod
 from typing import Any
 
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.storage import Place
+from megapipe.checkpoint.storage import StorageLocation
 from megapipe.cli import stored_lora, stored_model
 from megapipe.config import strict_yaml
 from megapipe.config.model import ModelConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.config.section import Section
 from megapipe.convert.folder import HuggingFaceFolder
-from megapipe.convert.source import CONFIG, Source
+from megapipe.convert.source import CONFIG, WeightSource
 from megapipe.convert.tensor_files import DTYPES, StoredTensors
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import TABLE
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 
 def as_configuration(
-    model: ModelConfig, *, tokenizer: str | None = None, load: Place | None = None
+    model: ModelConfig, *, tokenizer: str | None = None, load: StorageLocation | None = None
 ) -> str:
     """A resolved model, with its tokenizer and what its weights are loaded from, as YAML that
     train.py takes. Keys of the model with their defaults are left out."""
@@ -64,8 +64,8 @@ def lines_of_files(files: StoredTensors) -> Iterator[str]:
     nbytes = sum((files.folder / file).stat().st_size for file in files.files)
     dtypes = sorted({stored.dtype for stored in files.tensors.values()})
     yield (
-        f"{counted(len(files.tensors), 'tensor')} of {values:,} values, {', '.join(dtypes)}, "
-        f"{nbytes / 1e9:,.3f} GB in {counted(len(files.files), 'file')}"
+        f"{count_noun(len(files.tensors), 'tensor')} of {values:,} values, {', '.join(dtypes)}, "
+        f"{nbytes / 1e9:,.3f} GB in {count_noun(len(files.files), 'file')}"
     )
     if files.note is not None:
         yield files.note
@@ -83,7 +83,7 @@ def lines_of_folder(folder: HuggingFaceFolder) -> Iterator[str]:
         yield line
 
 
-def lines_of_source(source: Source, kind: str) -> Iterator[str]:
+def lines_of_source(source: WeightSource, kind: str) -> Iterator[str]:
     """Where a model is of somebody else's `kind`, and its sizes."""
     yield f"{source.path}: {kind}"
     yield _sizes(source.model, sum(prod(shape) for shape in source.shapes().values()))
@@ -100,9 +100,9 @@ def lines_of_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
     nbytes = sum(record.bytes for record in manifest.files.values())
     state = ", ".join(kind.removeprefix("optimizer.") for kind in kinds)
     yield (
-        f"{counted(len(weights), 'tensor')} of weights in {', '.join(dtypes)}; "
+        f"{count_noun(len(weights), 'tensor')} of weights in {', '.join(dtypes)}; "
         f"{f'optimizer state: {state}' if state else 'no optimizer state'}; "
-        f"{nbytes / 1e9:,.3f} GB in {counted(len(manifest.files), 'file')}"
+        f"{nbytes / 1e9:,.3f} GB in {count_noun(len(manifest.files), 'file')}"
     )
     lora = stored_lora(manifest.config)
     if lora.rank is not None:
@@ -124,7 +124,7 @@ def lines_of_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _sizes(model: ModelConfig, parameters: int) -> str:
     return (
-        f"{parameters:,} parameters, {model.dtype}; {counted(model.layers, 'layer')}, hidden "
-        f"{model.hidden:,}, {counted(model.max_positions or 0, 'position')}, vocabulary "
+        f"{parameters:,} parameters, {model.dtype}; {count_noun(model.layers, 'layer')}, hidden "
+        f"{model.hidden:,}, {count_noun(model.max_positions or 0, 'position')}, vocabulary "
         f"{model.vocab_size or 0:,}, embeddings {'tied' if model.tied_embeddings else 'not tied'}"
     )

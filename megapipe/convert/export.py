@@ -17,7 +17,7 @@ from megapipe.cli import stored_model
 from megapipe.config.model import ModelConfig
 from megapipe.convert.adapters import Adapters
 from megapipe.convert.class_check import check_class
-from megapipe.convert.fresh import fresh_folder
+from megapipe.convert.fresh import atomic_folder
 from megapipe.convert.shards import Named, plan, write
 from megapipe.convert.source import CONFIG, KIND
 from megapipe.convert.tokenizer import opens_documents, same_ids, save_tokenizer
@@ -25,8 +25,8 @@ from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.hf.config import config_to_hf, old_keys, row_of
-from megapipe.model.gpt.hf.table import Row
-from megapipe.model.gpt.hf.weights import Entry, entries
+from megapipe.model.gpt.hf.table import HFClass
+from megapipe.model.gpt.hf.weights import TensorMapping, entries
 from megapipe.util.dtypes import Dtype
 from megapipe.util.paths import is_file, user_path
 
@@ -35,20 +35,20 @@ NO_TOKENIZER = "none"
 
 
 @dataclass(frozen=True)
-class Weights:
+class ExportedWeights:
     """Tensors that are made of a checkpoint's, none of which is held; adapters are merged."""
 
     checkpoint: Checkpoint
     model: ModelConfig
-    entries: list[Entry]
+    entries: list[TensorMapping]
     dtype: Dtype
     """Type of the tensors, but for buffers, which keep fp32 at least."""
     adapters: Adapters
 
     @classmethod
     def of_class(
-        cls, checkpoint: Checkpoint, row: Row, dtype: Dtype | None, *, in_files: bool = True
-    ) -> Weights:
+        cls, checkpoint: Checkpoint, row: HFClass, dtype: Dtype | None, *, in_files: bool = True
+    ) -> ExportedWeights:
         """Those of a class of Hugging Face's that expresses the model, named as in files or as in
         its state dict. Raises CheckpointError if the checkpoint's tensors are not those of its
         model."""
@@ -67,7 +67,7 @@ class Weights:
             for name, shape in zip(entry.hf_names, entry.hf_shapes(self.model), strict=True)
         ]
 
-    def type_of(self, entry: Entry) -> Dtype:
+    def type_of(self, entry: TensorMapping) -> Dtype:
         """The type of an entry's tensors."""
         return "fp32" if entry.is_buffer and self.dtype != "fp64" else self.dtype
 
@@ -121,7 +121,7 @@ def export(
         CheckpointError: damage; a value that `dtype` does not hold; `output` exists.
     """
     row = class_of_run(checkpoint, model_type)
-    weights = Weights.of_class(checkpoint, row, dtype)
+    weights = ExportedWeights.of_class(checkpoint, row, dtype)
     model = weights.model
     name = tokenizer or str(checkpoint.config["data.tokenizer"])
     loaded = None if name == NO_TOKENIZER else load_tokenizer(name)
@@ -131,7 +131,7 @@ def export(
             f"{model.vocab_size}; give the one it was trained with (--tokenizer)"
         )
     end = {} if loaded is None else {"bos_token_id": loaded.eod, "eos_token_id": loaded.eod}
-    with fresh_folder(output) as folder:
+    with atomic_folder(output) as folder:
         config = write_config(folder, row, weights, is_checked=is_checked, **end)
         if loaded is not None:
             if not save_tokenizer(loaded, name, folder, model.max_positions or 0, opens=True):
@@ -160,7 +160,7 @@ def check_export(model: ModelConfig) -> None:
     check_class(type(config).from_dict(config.to_dict() | old_keys(row, model)), model)
 
 
-def class_of_run(checkpoint: Checkpoint, model_type: str | None) -> Row:
+def class_of_run(checkpoint: Checkpoint, model_type: str | None) -> HFClass:
     """The class that expresses a checkpoint's model: `model_type`, or the first in the table.
     Raises ConfigError if it cannot, or none can."""
     model = stored_model(checkpoint.config)
@@ -173,7 +173,7 @@ def class_of_run(checkpoint: Checkpoint, model_type: str | None) -> Row:
 
 
 def write_config(
-    folder: Path, row: Row, weights: Weights, *, is_checked: bool = False, **extra: Any
+    folder: Path, row: HFClass, weights: ExportedWeights, *, is_checked: bool = False, **extra: Any
 ) -> Any:
     """Write the class' config.json, with `extra` keys, and return the config. Raises ConfigError if
     the class computes another model from it."""

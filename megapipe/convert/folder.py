@@ -22,8 +22,8 @@ from megapipe.convert.tensor_files import StoredTensors, TensorFiles, read_json,
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.hf.config import class_named, config_from_hf
-from megapipe.model.gpt.hf.table import TABLE, Row
-from megapipe.model.gpt.hf.weights import Entry, entries_in, full_names
+from megapipe.model.gpt.hf.table import TABLE, HFClass
+from megapipe.model.gpt.hf.weights import TensorMapping, entries_in, full_names
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known
 from megapipe.words import one_line
 
@@ -34,7 +34,7 @@ class HuggingFaceFolder:
     Make one with :meth:`open`. It takes the place of a checkpoint that has weights alone.
     """
 
-    def __init__(self, path: Path, row: Row, model: ModelConfig, files: StoredTensors) -> None:
+    def __init__(self, path: Path, row: HFClass, model: ModelConfig, files: StoredTensors) -> None:
         self.path = path
         self.row = row
         self.files = files
@@ -115,7 +115,7 @@ class HuggingFaceFolder:
         """Fill `out` with a region; see :meth:`read`."""
         out.copy_(self.read(name, region))
 
-    def _groups(self, entry: Entry, names: list[str], index: tuple[slice, ...]) -> Tensor:
+    def _groups(self, entry: TensorMapping, names: list[str], index: tuple[slice, ...]) -> Tensor:
         """Rows of queries, keys and values, by the groups of heads that the rows are in."""
         model, rows = self.model, index[0]
         width, queries = known(model.head_dim), model.heads // known(model.kv_heads)
@@ -166,7 +166,7 @@ class HuggingFaceFolder:
 
 
 def _of_stacked(
-    entry: Entry, names: list[str], index: tuple[slice, ...]
+    entry: TensorMapping, names: list[str], index: tuple[slice, ...]
 ) -> Iterator[tuple[str, tuple[slice, ...]]]:
     """Names and slices to be read, in order, of a tensor that is a stack of others."""
     outer = range(entry.shape[0])[index[0]]

@@ -14,7 +14,7 @@ from megapipe.errors import CheckpointError
 
 
 @contextmanager
-def fresh_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `path` by a rename when the block ends.
 
     It is beside `path`, with a name that begins with a dot, and is removed if the block fails.

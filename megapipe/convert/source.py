@@ -15,7 +15,7 @@ KIND = "model/"
 """Beginning of the names that a checkpoint has for weights."""
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """A model's configuration, and its global tensors by the names of checkpoints."""
 
     @property

@@ -30,7 +30,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a file."""
 
     file: str
@@ -45,7 +45,7 @@ class StoredTensors(ABC):
     rows_at_once = 4096
     """Of two tensors that are compared."""
 
-    def __init__(self, folder: Path, tensors: dict[str, Stored]) -> None:
+    def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
         self.folder = folder
         self.tensors = tensors
 
@@ -95,7 +95,7 @@ class TensorFiles(StoredTensors):
             CheckpointError: a file is missing, damaged, or not as the index has it.
         """
         index = _read_index(folder)
-        tensors: dict[str, Stored] = {}
+        tensors: dict[str, StoredTensor] = {}
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             if not (folder / file).is_file():
                 raise CheckpointError(f"{folder}: the shard {file} is missing, which {INDEX} names")
@@ -175,12 +175,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(path, framework="pt") as file:
             slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
             return {
-                name: Stored(path.name, found.get_dtype(), tuple(found.get_shape()))
+                name: StoredTensor(path.name, found.get_dtype(), tuple(found.get_shape()))
                 for name, found in slices
             }
     except (OSError, SafetensorError) as error:

@@ -14,7 +14,7 @@ from megapipe.data.dataset import Dataset, Sample
 from megapipe.data.mixture import Draw
 from megapipe.data.packing import PackedDataset
 from megapipe.errors import DataError
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 Order = Callable[[int], int | None]
 """The sample that is drawn at a number, counted from 0; None: there are no more."""
@@ -31,7 +31,7 @@ class Mixing(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class SampleSource:
     """A data set, and the order in which its samples are drawn."""
 
     dataset: Dataset
@@ -77,7 +77,7 @@ class Batches:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[SampleSource],
         mixture: Mixing | None = None,
         *,
         order: str = "",
@@ -108,7 +108,7 @@ class Batches:
         for source in self.sources:
             if isinstance(source.dataset, PackedDataset):
                 name = f"{source.name}: " if source.name else ""
-                samples = counted(len(source.dataset), "sample")
+                samples = count_noun(len(source.dataset), "sample")
                 yield (
                     f"packed {name}{samples}, of whose positions "
                     f"{source.dataset.padded:.2%} are padding"

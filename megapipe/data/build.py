@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megapipe.config.config import Config
 from megapipe.config.data import DataConfig, source_key
-from megapipe.data.batch import Batches, Mixing, Source
+from megapipe.data.batch import Batches, Mixing, SampleSource
 from megapipe.data.dataset import Corpus, Dataset, Split, Stream, TokenDataset, TooShort
 from megapipe.data.fill_in_the_middle import (
     MARKS,
@@ -28,18 +28,18 @@ from megapipe.data.indices import (
     open_blend,
     open_indices,
 )
-from megapipe.data.mixture import Mixture, Recipe, tempered, weight_plan
+from megapipe.data.mixture import Mixture, MixtureRecipe, tempered, weight_plan
 from megapipe.data.order import order
-from megapipe.data.packing import PackedDataset, Rule, open_packing
+from megapipe.data.packing import PackedDataset, PackingRule, open_packing
 from megapipe.data.sources import HeldOut, Sources
-from megapipe.data.stored import Room
+from megapipe.data.stored import MemoryBudget
 from megapipe.data.supervised import ExampleDataset
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import CheckpointError, DataError
-from megapipe.util.left_out import LeftOut
+from megapipe.util.left_out import SkippedSamples
 
 
-class Past(NamedTuple):
+class ConsumedData(NamedTuple):
     """How far a run has come in its data, by the checkpoint that it goes on from."""
 
     step: int = 0
@@ -47,7 +47,7 @@ class Past(NamedTuple):
     order: str = ""
     """:attr:`~megapipe.data.batch.Batches.order` of the batches that dealt them; empty if there was
     nothing to keep."""
-    left_out: LeftOut = LeftOut()
+    left_out: SkippedSamples = SkippedSamples()
     """Numbers of samples that were passed over, or will be."""
 
 
@@ -60,7 +60,7 @@ class HeldOutBatches(NamedTuple):
 
 
 def build_batches(
-    config: Config, tokenizer: Tokenizer, sources: Sources, past: Past | None = None
+    config: Config, tokenizer: Tokenizer, sources: Sources, past: ConsumedData | None = None
 ) -> tuple[Batches, list[HeldOutBatches]]:
     """Training batches and those of the sets that are held out.
 
@@ -72,10 +72,12 @@ def build_batches(
         DataError: a split is damaged, or too short for one sample, or a mixture for the run.
     """
 
-    past = past or Past()
-    room = Room()
+    past = past or ConsumedData()
+    room = MemoryBudget()
 
-    def batches(given: Sequence[Source], mixture: Mixing | None = None, order: str = "") -> Batches:
+    def batches(
+        given: Sequence[SampleSource], mixture: Mixing | None = None, order: str = ""
+    ) -> Batches:
         return Batches(
             given,
             mixture,
@@ -89,7 +91,7 @@ def build_batches(
         name, split = held_out.name, held_out.split
         with _named_by_its_key(config.data, name, split):
             dataset = _cut(held_out.part, config, tokenizer, keep_last=True, change=None, room=room)
-        source = Source(dataset, partial(_once, 0, len(dataset)), name)
+        source = SampleSource(dataset, partial(_once, 0, len(dataset)), name)
         return HeldOutBatches(name, split, batches([source]))
 
     parts = {name: _trained_on(corpus) for name, corpus in sources.training.items()}
@@ -104,7 +106,7 @@ def build_batches(
                     part, config, tokenizer, keep_last=False, change=change(name), room=room
                 )
         shuffled = [
-            Source(dataset, partial(order, config.run.seed, len(dataset)), name)
+            SampleSource(dataset, partial(order, config.run.seed, len(dataset)), name)
             for name, dataset in cut.items()
         ]
         mixture = _mixture(config, shuffled, past) if config.data.mixture else None
@@ -156,18 +158,18 @@ def _cut(
     *,
     keep_last: bool,
     change: FillInTheMiddle | None,
-    room: Room,
+    room: MemoryBudget,
 ) -> Dataset:
     if not isinstance(part, Stream):
         return part
     data, length, eod = config.data, config.train.sequence_length, tokenizer.eod
     if data.samples == "supervised":
-        packing = open_packing(part, Rule(length, cut=False), Path(data.cache))
+        packing = open_packing(part, PackingRule(length, cut=False), Path(data.cache))
         room.hold(packing)
         return ExampleDataset(part, packing, length, eod, tokenizer.vocab_size)
     if data.samples == "packed":
         _check_whole(part, data)
-        rule = Rule(length, spare=0 if change is None else MARKS)
+        rule = PackingRule(length, spare=0 if change is None else MARKS)
         packing = open_packing(part, rule, Path(data.cache))
         room.hold(packing)
         if change is None:
@@ -189,15 +191,15 @@ def _check_whole(part: Stream, data: DataConfig) -> None:
         )
 
 
-def _samples(config: Config, past: Past) -> int:
+def _samples(config: Config, past: ConsumedData) -> int:
     """Samples of the whole run, those that are behind it included."""
     train = config.train
     return train.batches.after(past.samples, train.steps - past.step)
 
 
 def _in_megatrons_order(
-    config: Config, parts: Mapping[str, Stream | Dataset], past: Past, room: Room
-) -> tuple[list[Source], Blend | None, str]:
+    config: Config, parts: Mapping[str, Stream | Dataset], past: ConsumedData, room: MemoryBudget
+) -> tuple[list[SampleSource], Blend | None, str]:
     """The sources as Megatron-LM's data sets for a run of so many samples, their blend, and what a
     checkpoint keeps: how many samples the order is made for, which decides it."""
     data, train, cache = config.data, config.train, Path(config.data.cache)
@@ -226,7 +228,7 @@ def _in_megatrons_order(
             indices = open_indices(part.file, wanted, cache)
         room.hold([part.file.offsets, indices.documents, indices.samples, indices.shuffle])
         dataset = IndexedDataset(part.file, indices, train.sequence_length)
-        found.append(Source(dataset, partial(_in_order, len(dataset)), name))
+        found.append(SampleSource(dataset, partial(_in_order, len(dataset)), name))
     if not data.mixture:
         return found, None, str(samples)
     if blend is None:
@@ -249,7 +251,7 @@ def _once(seed: int, n: int, number: int) -> int | None:
     return order(seed, n, number) if number < n else None
 
 
-def _mixture(config: Config, training: Sequence[Source], past: Past) -> Mixture:
+def _mixture(config: Config, training: Sequence[SampleSource], past: ConsumedData) -> Mixture:
     """The mixture of a run, whose sources have these data sets.
 
     Weights change at steps of the run, at whichever sample they begin. What the checkpoint's recipe
@@ -277,27 +279,27 @@ def _mixture(config: Config, training: Sequence[Source], past: Past) -> Mixture:
         if step > past.step
     ]
     names = [source.name for source in training]
-    recipe = Recipe([(past.samples, now), *coming], most, past.samples)
+    recipe = MixtureRecipe([(past.samples, now), *coming], most, past.samples)
     if past.samples:
         recipe = _joined(recipe, past, names)
     mixture = Mixture(recipe, names)
-    mixture.check(past.left_out.number(_samples(config, past)))
+    mixture.check(past.left_out.number_after(_samples(config, past)))
     return mixture
 
 
-def _joined(recipe: Recipe, past: Past, names: Sequence[str]) -> Recipe:
+def _joined(recipe: MixtureRecipe, past: ConsumedData, names: Sequence[str]) -> MixtureRecipe:
     """A recipe that goes on where the checkpoint's ended, or that one, if both go on alike.
 
     Recipes of one run change at the numbers that samples would have if none had been left out: so
     what is left out later changes none of them. A new recipe begins at the next number.
     """
     try:
-        stored = Recipe.of(past.order)
+        stored = MixtureRecipe.of(past.order)
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError("the checkpoint does not say how its mixture was dealt") from error
     if stored.goes_on(past.samples, recipe):
         return stored
-    start = past.left_out.number(past.samples)
+    start = past.left_out.number_after(past.samples)
     weights = [(first + start - past.samples, some) for first, some in recipe.weights]
     before = Mixture(stored, names).taken(start)
     return recipe._replace(weights=weights, start=start, before=before)

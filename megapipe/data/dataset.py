@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -135,7 +135,7 @@ class TokenDataset:
             where = "" if span is None else f" from position {span.start} to {span.stop}"
             raise TooShort(
                 file.path,
-                f"has {counted(labels + 1, 'token')}{where}, but one sample needs {needed} "
+                f"has {count_noun(labels + 1, 'token')}{where}, but one sample needs {needed} "
                 f"(train.sequence_length={sequence_length}): use more text"
                 + ("" if keep_last else " or shorter sequences"),
             )

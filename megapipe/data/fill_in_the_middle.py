@@ -40,7 +40,7 @@ _DRAWS = 4
 """Random numbers of a document: whether it is rearranged, in which order, and two cuts."""
 
 
-class Marks(NamedTuple):
+class FimTokens(NamedTuple):
     """Ids of the tokens that come before each part."""
 
     prefix: int
@@ -48,7 +48,7 @@ class Marks(NamedTuple):
     middle: int
 
 
-def marks_of(data: DataConfig, tokenizer: Tokenizer) -> Marks:
+def marks_of(data: DataConfig, tokenizer: Tokenizer) -> FimTokens:
     """The ids of ``data.fim_tokens``. Raises DataError for one that the tokenizer does not have."""
     assert data.fim_tokens is not None, "asked for where documents are rearranged"
     added = tokenizer.added_tokens
@@ -59,7 +59,7 @@ def marks_of(data: DataConfig, tokenizer: Tokenizer) -> Marks:
                 f"tokenizer {data.tokenizer!r} has no token {name!r} (data.fim_tokens) apart from "
                 f"those of texts; those that it has: {there}"
             )
-    return Marks(*(added[name] for name in data.fim_tokens))
+    return FimTokens(*(added[name] for name in data.fim_tokens))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class FillInTheMiddle:
         source: the name of the source in a mixture.
     """
 
-    marks: Marks
+    marks: FimTokens
     eod: int
     rate: float
     spm_rate: float

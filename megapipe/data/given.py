@@ -20,7 +20,7 @@ from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import bin_of, idx_of, without_suffix
 from megapipe.errors import DataError
 from megapipe.util.paths import exists, is_file, user_path
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 TEXT_KEYS = ("subset", "dataset_split", "text_field")
 """Keys of ``data`` that only texts have a use for."""
@@ -35,7 +35,7 @@ _PURPOSE: Mapping[Split, str] = {
 """The rest of a line about a split that is empty."""
 
 
-def is_given(source: str) -> bool:
+def is_token_file(source: str) -> bool:
     """Whether a ``data.source`` is the prefix of a token file, or one of its two files."""
     path = user_path(source)
     if not path.name:  # a folder, such as "."
@@ -53,7 +53,7 @@ def _is_megatrons_cache(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class GivenTokens:
+class TokenFileCorpus:
     """A token file, and the tokens of each split in it.
 
     Attributes:
@@ -78,7 +78,7 @@ class GivenTokens:
         return self.parts.get(split)
 
 
-def given_tokens(config: DataConfig) -> GivenTokens:
+def given_tokens(config: DataConfig) -> TokenFileCorpus:
     """The token file of `config`.
 
     Raises:
@@ -92,7 +92,7 @@ def given_tokens(config: DataConfig) -> GivenTokens:
     found = hashlib.sha256(repr([total, len(file), *places]).encode())
     for start in np.unique(np.linspace(0, max(total - _PROBED, 0), _PROBES).astype(np.int64)):
         found.update(file.read(start, min(start + _PROBED, total)).astype("<i8").tobytes())
-    return GivenTokens(file, parts, found.hexdigest())
+    return TokenFileCorpus(file, parts, found.hexdigest())
 
 
 def _split(file: TokenFile, weights: str) -> dict[Split, Stream]:
@@ -118,7 +118,7 @@ def _divided(file: TokenFile, config: DataConfig) -> dict[Split, Stream]:
     if not config.validation_fraction:
         return {"train": Stream(file, sequences, range(total))}
     if total < 2:
-        raise DataError(f"{file.path} has {counted(total, 'token')}: nothing to hold out")
+        raise DataError(f"{file.path} has {count_noun(total, 'token')}: nothing to hold out")
     sequence, token = _cut(file, config.validation_fraction)
     cut = sequences.stop if sequence is None else sequence
     return {

@@ -32,7 +32,7 @@ class Draw(NamedTuple):
     """Samples of this source that came before."""
 
 
-class Recipe(NamedTuple):
+class MixtureRecipe(NamedTuple):
     """The mixture that a user asks for, of n sources."""
 
     weights: Sequence[tuple[int, Sequence[float]]]
@@ -51,17 +51,17 @@ class Recipe(NamedTuple):
         return json.dumps(self._asdict())
 
     @staticmethod
-    def of(text: str) -> Recipe:
+    def of(text: str) -> MixtureRecipe:
         """From JSON. Raises ValueError, TypeError or KeyError for anything else."""
         given = json.loads(text)
         weights = [(int(first), [float(w) for w in some]) for first, some in given.pop("weights")]
-        return Recipe(weights, **given)
+        return MixtureRecipe(weights, **given)
 
     def at(self, sample: int) -> Sequence[float]:
         """The weights in force at a sample."""
         return next(some for first, some in reversed(self.weights) if first <= sample)
 
-    def goes_on(self, since: int, like: Recipe) -> bool:
+    def goes_on(self, since: int, like: MixtureRecipe) -> bool:
         """Whether both deal alike what comes from sample `since` on."""
         coming = [[change for change in r.weights if change[0] > since] for r in (self, like)]
         now = list(self.at(since)) == list(like.at(since))
@@ -132,7 +132,7 @@ class Mixture:
         names: of the sources, for errors.
     """
 
-    def __init__(self, recipe: Recipe, names: Sequence[str]) -> None:
+    def __init__(self, recipe: MixtureRecipe, names: Sequence[str]) -> None:
         self.names = names
         self.recipe = recipe
         self._stretches = _stretches(recipe)
@@ -185,7 +185,7 @@ def _shares(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     return counts
 
 
-def _stretches(recipe: Recipe) -> list[_Stretch]:
+def _stretches(recipe: MixtureRecipe) -> list[_Stretch]:
     changes = [*(first for first, _ in recipe.weights[1:]), None]
     most = np.array([np.iinfo(np.int64).max if m is None else m for m in recipe.most])
     at = recipe.start

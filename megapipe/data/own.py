@@ -42,7 +42,7 @@ def load(source: str, error: type[MegapipeError]) -> UserCode:
     return code
 
 
-class OwnSplit:
+class UserSplit:
     """One split, training or validation, as `code` has returned it.
 
     Raises :class:`DataError` if it has no length, or no samples.
@@ -124,14 +124,14 @@ class OwnSplit:
 
 
 @dataclass(frozen=True)
-class OwnData:
+class UserDataset:
     """The splits that a run needs.
 
     Attributes:
         content: SHA-256, in hex, of the lengths and a few samples of each.
     """
 
-    parts: Mapping[Split, OwnSplit]
+    parts: Mapping[Split, UserSplit]
     content: str
 
     @property
@@ -143,19 +143,21 @@ class OwnData:
     def entropy(self) -> None:
         """None: the unigram entropy is not known without reading all samples."""
 
-    def part(self, split: Split) -> OwnSplit | None:
+    def part(self, split: Split) -> UserSplit | None:
         """The samples of a split."""
         return self.parts.get(split)
 
 
-def own_data(config: Config, source: str, tokenizer: Tokenizer, splits: Sequence[Split]) -> OwnData:
+def own_data(
+    config: Config, source: str, tokenizer: Tokenizer, splits: Sequence[Split]
+) -> UserDataset:
     """The data set that `source` names, for a resolved configuration; it is asked for `splits`.
 
     Raises :class:`DataError` for whatever is wrong with the code or with the samples looked at.
     """
     code = load(source, DataError)
 
-    def make(split: Split) -> OwnSplit:
+    def make(split: Split) -> UserSplit:
         given = {
             "split": split,
             "sequence_length": config.train.sequence_length,
@@ -164,8 +166,8 @@ def own_data(config: Config, source: str, tokenizer: Tokenizer, splits: Sequence
             "seed": config.run.seed,
         }
         samples = code.call(given, ARGUMENTS)
-        return OwnSplit(code, samples, split, config.train.sequence_length)
+        return UserSplit(code, samples, split, config.train.sequence_length)
 
     parts = {split: make(split) for split in splits}
     content = hashlib.sha256(b"".join(part.digest() for part in parts.values())).hexdigest()
-    return OwnData(parts, content)
+    return UserDataset(parts, content)

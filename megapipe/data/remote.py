@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megapipe.config.data import DataConfig
 from megapipe.data.prepare.copies import AT_ONCE, FILES, MANIFEST, Copied, Manifest, check_sizes
 from megapipe.data.prepare.copies import copied as copied_file
-from megapipe.data.prepare.once import make_once
+from megapipe.data.prepare.once import build_once
 from megapipe.data.prepare.progress import Meter, meter
 from megapipe.data.stored import crc_of, write_checksums
 from megapipe.data.tokens.format import bin_of, idx_of
 from megapipe.errors import ConfigError, DataError
 from megapipe.util.beneath import refuse_links
 from megapipe.util.urls import check_url, is_remote, without_query
-from megapipe.words import LEFT_OUT, one_line, without_secrets
+from megapipe.words import REDACTED, one_line, without_secrets
 
 if TYPE_CHECKING:
     from megapipe.data.remote_files import RemoteFiles
@@ -57,7 +57,7 @@ def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
     if not is_remote(config.source):
         return config
     check_url("data.source", config.source)
-    if config.source.endswith(LEFT_OUT):
+    if config.source.endswith(REDACTED):
         raise ConfigError(
             f"data.source={config.source}: this is a URL as it was written down, without its query:"
             " expected the whole URL"
@@ -71,7 +71,7 @@ def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
         folder = Path(config.cache, f"remote-{digest}")
         if not folder.exists():
             kept = folder.with_name(f".{folder.name}.parts")
-            make_once(
+            build_once(
                 folder, lambda new: _copy(remote, config.source, kept, new, progress=progress)
             )
     except DataError:

@@ -8,7 +8,7 @@ from megapipe.config.data import EXAMPLES, DataConfig
 from megapipe.config.unused_keys import refuse_unused
 from megapipe.data.corpus.compressed import inner_suffix
 from megapipe.data.corpus.files import OF_ROWS, is_saved_data_set, is_standard_library
-from megapipe.data.given import TEXT_KEYS, is_given
+from megapipe.data.given import TEXT_KEYS, is_token_file
 from megapipe.errors import ConfigError
 from megapipe.util.paths import is_file, is_folder, user_path
 
@@ -27,7 +27,7 @@ def unread_keys(source: str, dataset_split: str | None) -> tuple[str, Sequence[s
 
     They are some of :data:`~megapipe.data.given.TEXT_KEYS`; none where it is not known yet.
     """
-    if is_given(source):
+    if is_token_file(source):
         return "a token file", TEXT_KEYS
     if is_standard_library(source):
         return "Python's standard library", TEXT_KEYS

@@ -14,11 +14,11 @@ from megapipe.config.config import Config
 from megapipe.config.data import ONLY, DataConfig
 from megapipe.data.dataset import SPLITS, Corpus, Dataset, Split, Stream
 from megapipe.data.fill_in_the_middle import marks_of
-from megapipe.data.given import GivenTokens, given_tokens, is_given
+from megapipe.data.given import TokenFileCorpus, given_tokens, is_token_file
 from megapipe.data.own import own_data
 from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.remote import fetched
-from megapipe.data.supervised import Examples, left_out, prepare_examples
+from megapipe.data.supervised import Examples, count_too_long, prepare_examples
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.util.user_code import is_source
 
@@ -70,7 +70,7 @@ class Sources:
         `everything` has but some; None of one without checksums."""
         some = (self.training, self.validation, self.test)
         every = chain.from_iterable(corpora.values() for corpora in some)
-        given = (corpus.file for corpus in every if isinstance(corpus, GivenTokens))
+        given = (corpus.file for corpus in every if isinstance(corpus, TokenFileCorpus))
         return [content for file in given for content in file.contents]
 
     def is_like(self, everything: str, files: Sequence[str | None]) -> bool:
@@ -130,7 +130,7 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
         given = fetched(given, progress=progress)
         if is_source(given.source):
             return own_data(config, given.source, tokenizer, splits)
-        if is_given(given.source):
+        if is_token_file(given.source):
             return given_tokens(given)
         if data.samples == "supervised":
             examples = prepare_examples(given, tokenizer, progress=progress)
@@ -165,7 +165,7 @@ def _tell_rows(given: DataConfig, prepared: Prepared) -> None:
 
 def _tell_left_out(source: str, examples: Examples, length: int) -> None:
     parts = [part for split in SPLITS if (part := examples.part(split)) is not None]
-    left = sum(left_out(part, length) for part in parts)
+    left = sum(count_too_long(part, length) for part in parts)
     if left:
         total = sum(len(part.sequences) for part in parts)
         _tell(

@@ -6,7 +6,7 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import MegapipeError
 
 
-def all_or_none(mesh: ParallelMesh, error: MegapipeError | None) -> None:
+def raise_on_all(mesh: ParallelMesh, error: MegapipeError | None) -> None:
     """Raise the `error` of any rank on every rank, with its exit code; all ranks call it.
 
     A rank with an error of its own raises that one.

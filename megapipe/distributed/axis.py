@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
-from megapipe.watch.journal import Line, unwatched
+from megapipe.watch.journal import CommCounter, unwatched
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Axis:
     backend: str = "gloo"
     """The group's, as torch calls it; ``planned`` where nothing is sent
     (:mod:`megapipe.distributed.planned`)."""
-    line: Line = field(default_factory=unwatched, compare=False, repr=False)
+    line: CommCounter = field(default_factory=unwatched, compare=False, repr=False)
     """Where this process notes that it waits for the others."""
 
     @classmethod

@@ -44,7 +44,7 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
 
 def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
     """Concatenate the members' equal pieces along dim 0: [n, ...] -> [size * n, ...]."""
-    whole, wait = start_gathering(tensor, axis)
+    whole, wait = start_all_gather_new(tensor, axis)
     wait()
     return whole
 
@@ -99,7 +99,7 @@ def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
     return piece, _started(_reduce_scatter, axis, piece, whole)
 
 
-def start_gathering(piece: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
+def start_all_gather_new(piece: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
     """Begin an :func:`all_gather`: [n, ...] -> [size * n, ...]."""
     if axis.group is None:
         return piece, done

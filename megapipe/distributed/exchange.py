@@ -17,14 +17,14 @@ TAG = 4
 """Of these messages on gloo; :mod:`megapipe.distributed.gloo` has others."""
 
 
-class Letter(NamedTuple):
+class PeerMessage(NamedTuple):
     """A tensor for a member of the group, or the memory for one from it."""
 
     tensor: Tensor
     member: int
 
 
-class Exchange(NamedTuple):
+class PendingExchange(NamedTuple):
     """Messages on their way."""
 
     received: Callable[[], None]
@@ -33,7 +33,9 @@ class Exchange(NamedTuple):
     """Waits until what was sent may be changed."""
 
 
-def start_exchange(sends: Sequence[Letter], receives: Sequence[Letter], axis: Axis) -> Exchange:
+def start_exchange(
+    sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], axis: Axis
+) -> PendingExchange:
     """Begin to send and to receive. All members call it equally often.
 
     Between two members, letters are received in the order in which they are sent. On NCCL they are
@@ -71,13 +73,15 @@ def start_exchange(sends: Sequence[Letter], receives: Sequence[Letter], axis: Ax
         axis.line.wait(number, lambda: _wait(of_sends, wait))
         kept.clear()
 
-    return Exchange(received, sent)
+    return PendingExchange(received, sent)
 
 
-def _start_nccl(sends: Sequence[Letter], receives: Sequence[Letter], axis: Axis) -> list[Any]:
+def _start_nccl(
+    sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], axis: Axis
+) -> list[Any]:
     """Letters of a pair of members are in one order of pairs on all of them: where each pair has to
     be connected first, ranks of a ring would else wait for each other all around."""
-    letters: list[tuple[Any, Letter]] = [(dist.isend, letter) for letter in sends]
+    letters: list[tuple[Any, PeerMessage]] = [(dist.isend, letter) for letter in sends]
     letters += [(dist.irecv, letter) for letter in receives]
     letters.sort(key=lambda each: sorted((axis.index, each[1].member)))
     operations = [
@@ -87,7 +91,7 @@ def _start_nccl(sends: Sequence[Letter], receives: Sequence[Letter], axis: Axis)
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-def _on_host(letter: Letter, *, copy: bool = False) -> Letter:
+def _on_host(letter: PeerMessage, *, copy: bool = False) -> PeerMessage:
     """The letter, or one in host memory for it: gloo sends no other."""
     if not letter.tensor.is_cuda:
         return letter

@@ -20,7 +20,7 @@ AxisName = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
 
 
-class Coordinates(NamedTuple):
+class MeshCoordinates(NamedTuple):
     """A process' index along each axis."""
 
     pp: int
@@ -46,7 +46,7 @@ class Grid:
     etp: int = 1
     """Experts of a pipeline index are split over ep x etp ranks; these are no factors of the world.
     """
-    node: int | None = None
+    ranks_per_node: int | None = None
     """Ranks of a node, where tokens get to experts within nodes and then between them."""
 
     @property
@@ -56,20 +56,22 @@ class Grid:
     def size(self, axis: AxisName) -> int:
         return int(getattr(self, axis))
 
-    def rank_of(self, at: Coordinates) -> int:
+    def rank_of(self, at: MeshCoordinates) -> int:
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
 
-    def coordinates_of(self, rank: int) -> Coordinates:
+    def coordinates_of(self, rank: int) -> MeshCoordinates:
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
-        return Coordinates(pp, dp, cp, tp)
+        return MeshCoordinates(pp, dp, cp, tp)
 
     def peers(self, rank: int, axis: AxisName) -> list[int]:
         """Ranks that differ from `rank` only along `axis`, in the order of that axis."""
         return list(self._along(self.coordinates_of(rank), axis))
 
-    def holders(self, rank: int, pp_indices: Sequence[int], *, over_ep: bool = False) -> list[int]:
+    def replica_ranks(
+        self, rank: int, pp_indices: Sequence[int], *, over_ep: bool = False
+    ) -> list[int]:
         """Ranks with the tp index of `rank`, on the given pipeline indices, for all dp and cp:
         they compute with the same weights. With `over_ep` the ranks of any tp index that have the
         same of what is split over ep. Ascending."""
@@ -89,22 +91,22 @@ class Grid:
 
     def ep_hops(self, rank: int) -> tuple[list[int], list[int]]:
         """Return the :meth:`ep_peers` of this rank's node, and those with its place in each."""
-        assert self.node is not None
-        peers, inner = self.ep_peers(rank), rank % self.node
+        assert self.ranks_per_node is not None
+        peers, inner = self.ep_peers(rank), rank % self.ranks_per_node
         first = (rank - inner) % self.ep_ranks
-        return peers[first : first + self.node], peers[inner :: self.node]
+        return peers[first : first + self.ranks_per_node], peers[inner :: self.ranks_per_node]
 
-    def copies(self, *, over_ep: bool = False) -> int:
+    def num_replicas(self, *, over_ep: bool = False) -> int:
         """Copies on a pipeline index of a stage's weights, or of those that are split `over_ep`."""
         return self.dp * self.cp * self.tp // (self.ep_ranks if over_ep else self.tp)
 
-    def copy_of(self, rank: int, *, over_ep: bool = False) -> int:
+    def replica_index(self, rank: int, *, over_ep: bool = False) -> int:
         """Number of a rank's copy among them: those of one context-parallel group are
         neighbours."""
         block = self.dp * self.cp * self.tp
         return rank % block // (self.ep_ranks if over_ep else self.tp)
 
-    def _along(self, at: Coordinates, axis: AxisName) -> range:
+    def _along(self, at: MeshCoordinates, axis: AxisName) -> range:
         """The line of ranks through `at` along `axis`: they are equally far apart."""
         stride = math.prod(self.size(inner) for inner in AXES[AXES.index(axis) + 1 :])
         first = self.rank_of(at) - stride * int(getattr(at, axis))

@@ -35,8 +35,8 @@ from megapipe.distributed.environment import (
 from megapipe.distributed.gloo import await_messages_for
 from megapipe.distributed.grid import AXES as AXES
 from megapipe.distributed.grid import AxisName as AxisName
-from megapipe.distributed.grid import Coordinates as Coordinates
 from megapipe.distributed.grid import Grid as Grid
+from megapipe.distributed.grid import MeshCoordinates as MeshCoordinates
 from megapipe.errors import LaunchError
 from megapipe.util.lived import await_keys
 from megapipe.watch.journal import Journal, text
@@ -142,9 +142,9 @@ class ParallelMesh:
         self._exchanges = 0
         self.journal = Journal() if journal is None else journal
         self.journal.is_at(self.at.words)
-        self._first = self.journal.line("texts", range(self.world), heeds=[0])
+        self._first = self.journal.counter("texts", range(self.world), heeds=[0])
         """Where all wait for texts of rank 0."""
-        self._computed = self.journal.line("device", range(self.world))
+        self._computed = self.journal.counter("device", range(self.world))
         """Where each waits for its device, which may wait for those of others."""
         peers = {axis: grid.peers(self.rank, axis) for axis in AXES}
 
@@ -203,7 +203,7 @@ class ParallelMesh:
             return Axis.alone(self.rank)
         backend = backend or self.backend
         group = self._new_group(ranks, backend, options)
-        line = self.journal.line(dist.distributed_c10d._world.pg_names[group], ranks)
+        line = self.journal.counter(dist.distributed_c10d._world.pg_names[group], ranks)
         return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group, backend, line)
 
     def _new_group(self, ranks: Sequence[int], backend: str, options: Any) -> dist.ProcessGroup:
@@ -217,7 +217,7 @@ class ParallelMesh:
         others = c10d._world.pg_group_ranks
         twins = sum(list(members) == list(ranks) for members in others.values())
         name: Any = group_name(ranks, twins)
-        meeting = self.journal.line(f"meeting.{name}", ranks)
+        meeting = self.journal.counter(f"meeting.{name}", ranks)
         make = functools.partial(
             c10d._new_process_group_helper,
             len(ranks),
@@ -259,8 +259,8 @@ class ParallelMesh:
     @functools.cached_property
     def ep_hops(self) -> tuple[Axis, Axis] | None:
         """Of these, the ranks of this one's node, and those that have its place in each node; None
-        where ``grid.node`` is. All of them ask for it at once."""
-        if self.grid.node is None:
+        where ``grid.ranks_per_node`` is. All of them ask for it at once."""
+        if self.grid.ranks_per_node is None:
             return None
         inner, outer = map(self.group_of, self.grid.ep_hops(self.rank))
         return self.connected(inner), self.connected(outer)
@@ -309,9 +309,9 @@ class ParallelMesh:
 
         return result
 
-    def computed(self, values: torch.Tensor) -> list[float]:
+    def to_host(self, values: torch.Tensor) -> list[float]:
         """Numbers of the device's, once it has computed them; all ranks call it."""
-        self.journal.does(text("adding up the totals"))
+        self.journal.set_activity(text("adding up the totals"))
         numbers: list[float] = self._computed.wait(self._computed.count(), values.tolist)
         return numbers
 
@@ -371,7 +371,7 @@ class ParallelMesh:
             return []
         return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
 
-    def await_all(self, patience: datetime.timedelta) -> None:
+    def long_barrier(self, patience: datetime.timedelta) -> None:
         """Wait until every rank is here, for up to `patience`, also beyond a group's timeout."""
         if self.world == 1:
             return

@@ -18,7 +18,7 @@ class Nodes:
     of_rank: tuple[int, ...]
 
     @classmethod
-    def told_apart(cls, names: Sequence[int]) -> Nodes:
+    def from_names(cls, names: Sequence[int]) -> Nodes:
         """The nodes where ranks of one node have one name; by rank."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(tuple(numbers[name] for name in names))
@@ -26,7 +26,7 @@ class Nodes:
     @classmethod
     def on(cls, mesh: ParallelMesh, name: int) -> Nodes:
         """The nodes of all ranks, of which each gives the name of its own."""
-        return cls.told_apart(mesh.gather_numbers(torch.tensor([name])).flatten().tolist())
+        return cls.from_names(mesh.gather_numbers(torch.tensor([name])).flatten().tolist())
 
     @property
     def count(self) -> int:
@@ -44,19 +44,19 @@ class Nodes:
         """How many groups of one rank of each node there are: of the first, the second, ..."""
         return min(self.of_rank.count(node) for node in range(self.count))
 
-    def lane(self, number: int) -> list[int]:
+    def cross_node_group(self, number: int) -> list[int]:
         """The ranks of such a group, ascending."""
         return sorted(self.ranks(node)[number] for node in range(self.count))
 
-    def before(self, node: int) -> int:
+    def backup_source(self, node: int) -> int:
         """The node of which this one keeps copies; itself where it is the only one."""
         return (node - 1) % self.count
 
 
-def lane_of(mesh: ParallelMesh, nodes: Nodes) -> Axis:
+def cross_node_axis(mesh: ParallelMesh, nodes: Nodes) -> Axis:
     """This rank's group of one rank of each node; it is alone where it is in none, or there is one
     node. All ranks call it."""
     number = nodes.local_index(mesh.rank)
     if nodes.count == 1 or number >= nodes.lanes:
         return Axis.alone(mesh.rank)
-    return mesh.host_group_of(nodes.lane(number))
+    return mesh.host_group_of(nodes.cross_node_group(number))

@@ -37,7 +37,7 @@ MessageShape = Callable[[Op], Any]
 tensor."""
 
 
-class Versioned(NamedTuple):
+class VersionedMessage(NamedTuple):
     """The name of a message that says which weights the operation that made it has read."""
 
     kind: Kind
@@ -50,8 +50,8 @@ class Versioned(NamedTuple):
         return f"{Op(*self[:4])}@{self.version}"
 
 
-Name = Op | Versioned
-Expected = Sequence[tuple[Name, Any]]
+Name = Op | VersionedMessage
+ExpectedMessages = Sequence[tuple[Name, Any]]
 """The messages of a channel in a step, in order: what each is, and its shape."""
 Message = Any
 """A tensor, or where messages are packed a tuple of tensors."""
@@ -62,7 +62,7 @@ def message_of(action: Action) -> Op:
     return Op(action.kind, action.stage, action.microbatch, action.slice)
 
 
-class Outgoing(Protocol):
+class SendChannel(Protocol):
     """The sender's end of a channel."""
 
     def send(self, message: Name, tensor: Message) -> None:
@@ -74,18 +74,18 @@ class Outgoing(Protocol):
     def finish(self) -> None:
         """End a step: wait for the sends that are not acknowledged, and let go of their tensors."""
 
-    def set_aside(self) -> int:
+    def suspend(self) -> int:
         """Wait for the sends that are not acknowledged, as others come in between; returns how many
-        acknowledgements are to come, for :meth:`take_back`."""
+        acknowledgements are to come, for :meth:`restore`."""
 
-    def take_back(self, messages: int) -> None:
+    def restore(self, messages: int) -> None:
         """Go on where so many `messages` are yet to be acknowledged."""
 
 
-class Incoming(Protocol):
+class RecvChannel(Protocol):
     """The receiver's end of a channel."""
 
-    def expect(self, expected: Expected) -> None:
+    def expect(self, expected: ExpectedMessages) -> None:
         """Announce the messages that come next, after those announced before."""
 
     def post(self) -> None:
@@ -102,13 +102,13 @@ class Channels(Protocol):
     """A pipeline rank's ends of its channels, by the rank at the other end."""
 
     @property
-    def outgoing(self) -> Mapping[int, Outgoing]: ...
+    def outgoing(self) -> Mapping[int, SendChannel]: ...
 
     @property
-    def incoming(self) -> Mapping[int, Incoming]: ...
+    def incoming(self) -> Mapping[int, RecvChannel]: ...
 
 
-class Queue:
+class LocalChannel:
     """Both ends of a channel within a process; tensors are handed over."""
 
     def __init__(self) -> None:
@@ -124,13 +124,13 @@ class Queue:
     def finish(self) -> None:
         pass
 
-    def set_aside(self) -> int:
+    def suspend(self) -> int:
         return 0
 
-    def take_back(self, messages: int) -> None:
+    def restore(self, messages: int) -> None:
         pass
 
-    def expect(self, expected: Expected) -> None:
+    def expect(self, expected: ExpectedMessages) -> None:
         self.expected.extend(message for message, _ in expected)
 
     def post(self) -> None:
@@ -149,14 +149,16 @@ class Queue:
 class InProcessChannels:
     """Queues between pipeline ranks that live in one process."""
 
-    def __init__(self, outgoing: Mapping[int, Queue], incoming: Mapping[int, Queue]) -> None:
+    def __init__(
+        self, outgoing: Mapping[int, LocalChannel], incoming: Mapping[int, LocalChannel]
+    ) -> None:
         self.outgoing = outgoing
         self.incoming = incoming
 
     @classmethod
     def connect(cls, ranks: int) -> list[InProcessChannels]:
         """One end per pipeline rank, all connected."""
-        queues = [[Queue() for _ in range(ranks)] for _ in range(ranks)]
+        queues = [[LocalChannel() for _ in range(ranks)] for _ in range(ranks)]
         return [
             cls(dict(enumerate(queues[rank])), {a: queues[a][rank] for a in range(ranks)})
             for rank in range(ranks)
@@ -218,12 +220,12 @@ class _Outgoing(_Line):
     def finish(self) -> None:
         self.acknowledge(self.unacknowledged)
 
-    def set_aside(self) -> int:
+    def suspend(self) -> int:
         expected = self.unacknowledged
         self.finish()
         return expected
 
-    def take_back(self, messages: int) -> None:
+    def restore(self, messages: int) -> None:
         self.unacknowledged += messages
 
 
@@ -247,7 +249,7 @@ class _Incoming(_Line):
         self.expected: deque[tuple[Name, Shape]] = deque()
         self.posted: tuple[Any, Tensor] | None = None
 
-    def expect(self, expected: Expected) -> None:
+    def expect(self, expected: ExpectedMessages) -> None:
         self.expected.extend(expected)
 
     def post(self) -> None:
@@ -277,7 +279,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.ui
 
 
 def _header(message: Name, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    version = message.version if isinstance(message, Versioned) else 0
+    version = message.version if isinstance(message, VersionedMessage) else 0
     values = [*message[:4], version, _DTYPES.index(dtype), len(shape), *shape]
     return torch.tensor(values + [0] * (_HEADER - len(values)), dtype=torch.int64)
 

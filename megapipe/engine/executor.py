@@ -24,7 +24,7 @@ from megapipe.engine.stage import Key, Stage
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.schedule.data_parallel import last_gradients
 from megapipe.schedule.ir import Kind, Op
-from megapipe.schedule.program import Action, Do, Program
+from megapipe.schedule.program import Action, ActionKind, Program
 from megapipe.watch.journal import Journal, text
 
 Call = Callable[[], None]
@@ -32,26 +32,28 @@ Noted = tuple[bytes, bool, Call]
 """Name of an action for the journal, whether it computes an operation, and its call."""
 
 
-class Synchroniser(Protocol):
+class DataParallelHooks(Protocol):
     """Collectives of data-parallel replicas for one stage, none of which holds up the rest."""
 
     def reduce(self, stage: int) -> None:
         """REDUCE: no operation adds to the stage's gradients for now; send them off."""
 
-    def gradient_came(self, stage: int, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
+    def gradient_ready(
+        self, stage: int, parameter: Parameter, waiting: Iterable[Parameter]
+    ) -> None:
         """`parameter` has got its gradient; the gradients of `waiting` are yet to be computed.
 
         Called in the last operation before a REDUCE: gradients that are complete may be sent off.
         """
 
-    def open_grads(self, stage: int) -> None:
-        """OPEN: make room for the weight gradients that come next."""
+    def alloc_grads(self, stage: int) -> None:
+        """ALLOC_GRADS: make room for the weight gradients that come next."""
 
     def unshard(self, stage: int) -> None:
         """UNSHARD: begin to gather the weights."""
 
-    def await_weights(self, stage: int) -> None:
-        """AWAIT: wait until the weights are gathered."""
+    def wait_weights(self, stage: int) -> None:
+        """WAIT_WEIGHTS: wait until the weights are gathered."""
 
     def reshard(self, stage: int) -> None:
         """RESHARD: let go of the gathered weights until the next UNSHARD."""
@@ -90,7 +92,7 @@ class Executor:
         train: bool,
         recorder: Recorder | None = None,
         wrap: Callable[[Action, Call], Call] | None = None,
-        synchroniser: Synchroniser | None = None,
+        synchroniser: DataParallelHooks | None = None,
         receive_ahead: int | None = None,
         journal: Journal | None = None,
         inbox: dict[Op, Message] | None = None,
@@ -106,7 +108,7 @@ class Executor:
         self._microbatches: Mapping[Key, MicroBatch] = {}
         self._expected: dict[int, list[tuple[Op, Any]]] = defaultdict(list)
         for action in program.actions:
-            if action.do == Do.RECV:
+            if action.do == ActionKind.RECV:
                 message = message_of(action)
                 expected = message, shape(message)
                 self._expected[action.peer].append(expected)
@@ -115,7 +117,7 @@ class Executor:
             stage = program.actions[place].stage
             self._calls[place] = self._watched(self._calls[place], stage)
         self._notes = [
-            (text(name_of(action)), action.do == Do.COMPUTE and action.kind != Kind.U)
+            (text(name_of(action)), action.do == ActionKind.COMPUTE and action.kind != Kind.U)
             for action in program.actions
         ]
         """Name of each action for the journal, and whether it computes an operation."""
@@ -147,7 +149,7 @@ class Executor:
     def ready(self) -> bool:
         """Whether the next action can run without waiting for another program."""
         action = self.program.actions[self._next]
-        return action.do != Do.RECV or self.channels.incoming[action.peer].arrived()
+        return action.do != ActionKind.RECV or self.channels.incoming[action.peer].arrived()
 
     def advance(self) -> None:
         """Run the next action."""
@@ -194,7 +196,7 @@ class Executor:
         taken = Counter(
             action.peer
             for action in self.program.actions[: self._speculation.actions]
-            if action.do == Do.RECV
+            if action.do == ActionKind.RECV
         )
         for peer, channel in self.channels.incoming.items():
             for _ in range(self._speculation.arriving[peer] - taken[peer]):
@@ -240,11 +242,11 @@ class Executor:
         return posts(self.program.actions, self._receive_ahead, stop)
 
     def _bind(self, action: Action) -> Call:
-        if action.do == Do.SEND:
+        if action.do == ActionKind.SEND:
             return self._bind_send(action)
-        if action.do == Do.RECV:
+        if action.do == ActionKind.RECV:
             return self._bind_receive(action)
-        if action.do != Do.COMPUTE:
+        if action.do != ActionKind.COMPUTE:
             return self._bind_synchronisation(action)
         call = {
             Kind.F: self._bind_forward,
@@ -258,7 +260,7 @@ class Executor:
     def _watched(self, call: Call, stage: int) -> Call:
         """`call`, which tells the synchroniser of each weight gradient as it comes in."""
         assert self.synchroniser is not None
-        queue, watch = self.stages[stage].queue, partial(self.synchroniser.gradient_came, stage)
+        queue, watch = self.stages[stage].queue, partial(self.synchroniser.gradient_ready, stage)
 
         def run() -> None:
             queue.watch = watch
@@ -299,11 +301,11 @@ class Executor:
         assert self.synchroniser is not None
         together, stage = self.synchroniser, action.stage
         run = {
-            Do.REDUCE: together.reduce,
-            Do.OPEN: together.open_grads,
-            Do.UNSHARD: together.unshard,
-            Do.AWAIT: together.await_weights,
-            Do.RESHARD: together.reshard,
+            ActionKind.REDUCE: together.reduce,
+            ActionKind.ALLOC_GRADS: together.alloc_grads,
+            ActionKind.UNSHARD: together.unshard,
+            ActionKind.WAIT_WEIGHTS: together.wait_weights,
+            ActionKind.RESHARD: together.reshard,
         }[action.do]
         return lambda: run(stage)
 
@@ -339,7 +341,7 @@ class Executor:
         return lambda: run(key)
 
     def _bind_recompute(self, action: Action) -> Call:
-        run, key = self.stages[action.stage].recompute_ahead, _key(action)
+        run, key = self.stages[action.stage].recompute, _key(action)
         return lambda: run(key)
 
 

@@ -17,7 +17,7 @@ from megapipe.engine.channels import (
     Message,
     MessageShape,
     Name,
-    Versioned,
+    VersionedMessage,
     message_of,
 )
 from megapipe.engine.executor import Call, Executor, take_turns
@@ -25,15 +25,15 @@ from megapipe.engine.recorder import Recorder
 from megapipe.engine.stage import InFlight, Key, Stage
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.schedule.ir import Kind, Op, Read
-from megapipe.schedule.program import Action, Do
-from megapipe.schedule.streams.programs import Part, UnderWay
+from megapipe.schedule.program import Action, ActionKind
+from megapipe.schedule.streams.programs import InFlightMessage, ProgramSegment
 from megapipe.watch.journal import Journal
 
 
-class Weights(Protocol):
+class VersionedWeights(Protocol):
     """The versions of the weights of the stages here."""
 
-    def use(self, stage: int, read: Read) -> None:
+    def point_at(self, stage: int, read: Read) -> None:
         """The next operation of a stage reads these weights, counted as a part counts them."""
 
     def version(self, read: Read) -> int:
@@ -55,7 +55,7 @@ class _Kept(NamedTuple):
     """By peer, those that are to come."""
 
 
-class Flow:
+class AsyncRunner:
     """Runs the parts of a stream on one pipeline rank, whose `stages` and `channels` are given.
 
     Windows have `window` micro-batches; `shape` gives the shapes of messages. With `agree` messages
@@ -70,7 +70,7 @@ class Flow:
         self,
         stages: Mapping[int, Stage],
         channels: Channels,
-        weights: Weights,
+        weights: VersionedWeights,
         *,
         counted: Mapping[int, Stage],
         window: int,
@@ -95,7 +95,7 @@ class Flow:
         self.inbox: dict[Op, Message] = {}
         self.announced: set[Op] = set()
         """Messages that a channel expects for a part to come."""
-        self._segments: dict[tuple[int, bool, bool], tuple[Part, Segment]] = {}
+        self._segments: dict[tuple[int, bool, bool], tuple[ProgramSegment, SegmentExecutor]] = {}
         """By the identity of their part, and whether they are recorded and named."""
         self._kept: _Kept | None = None
 
@@ -107,11 +107,11 @@ class Flow:
         for stage in self.stages.values():
             stage.begin(train=True)
 
-    def segment(self, part: Part, *, record: bool, name: bool) -> Segment:
+    def segment(self, part: ProgramSegment, *, record: bool, name: bool) -> SegmentExecutor:
         """The program of a part, bound to this rank."""
         key = id(part), record, name
         if key not in self._segments:
-            self._segments[key] = part, Segment(part, self, record=record, name=name)
+            self._segments[key] = part, SegmentExecutor(part, self, record=record, name=name)
         return self._segments[key][1]
 
     def cut(self) -> None:
@@ -121,10 +121,10 @@ class Flow:
         self.inbox.update(alive)
         self.announced = set(map(self._from_next, self.announced))
         for stage in self._counted.values():
-            stage.take_back(stage.set_aside(), back=self.window)
+            stage.restore_in_flight(stage.suspend_in_flight(), back=self.window)
 
-    def pause(self, under_way: Sequence[UnderWay]) -> None:
-        """Let others use stages and channels until :meth:`go_on`. All ranks pause at one cut."""
+    def pause(self, under_way: Sequence[InFlightMessage]) -> None:
+        """Let others use stages and channels until :meth:`resume`. All ranks pause at one cut."""
         for each in under_way:
             peer, message, _ = each
             if message in self.inbox:  # it came at an earlier pause
@@ -135,19 +135,19 @@ class Flow:
             self.announced.discard(message)
             self.inbox[message] = self.channels.incoming[peer].receive()
         self._kept = _Kept(
-            {number: stage.set_aside() for number, stage in self._counted.items()},
-            {peer: channel.set_aside() for peer, channel in self.channels.outgoing.items()},
+            {number: stage.suspend_in_flight() for number, stage in self._counted.items()},
+            {peer: channel.suspend() for peer, channel in self.channels.outgoing.items()},
         )
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Go on where a pause was made, if there was one."""
         if self._kept is None:
             return
         for number, kept in self._kept.stages.items():
             self.stages[number].begin(train=True)
-            self.stages[number].take_back(kept)
+            self.stages[number].restore_in_flight(kept)
         for peer, messages in self._kept.acknowledgements.items():
-            self.channels.outgoing[peer].take_back(messages)
+            self.channels.outgoing[peer].restore(messages)
         self._kept = None
 
     def announce(self, peer: int, messages: Sequence[tuple[Op, Any, Read]]) -> None:
@@ -155,10 +155,10 @@ class Flow:
         names = [(self.on_wire(message, read), shape) for message, shape, read in messages]
         self.channels.incoming[peer].expect(names)
 
-    def from_before(self, each: UnderWay, windows: int) -> UnderWay:
+    def from_before(self, each: InFlightMessage, windows: int) -> InFlightMessage:
         """A message that is under way, counted from so many windows before."""
         number, version = each.message.microbatch, each.read.version
-        return UnderWay(
+        return InFlightMessage(
             each.peer,
             each.message._replace(microbatch=number + windows * self.window),
             each.read._replace(version=version + windows),
@@ -171,19 +171,23 @@ class Flow:
         """The name of a message on its way, between operations that read these weights: its ends
         may count it from different windows."""
         name = message._replace(microbatch=message.microbatch % self.window)
-        return Versioned(*name[:4], self.weights.version(read)) if self.agree else name
+        return VersionedMessage(*name[:4], self.weights.version(read)) if self.agree else name
 
 
-class Segment(Executor):
+class SegmentExecutor(Executor):
     """Runs a part of a stream; messages and pieces in flight are those of its `flow`."""
 
-    def __init__(self, part: Part, flow: Flow, *, record: bool, name: bool) -> None:
+    def __init__(
+        self, part: ProgramSegment, flow: AsyncRunner, *, record: bool, name: bool
+    ) -> None:
         self._flow = flow
         self._under_way = [flow.from_before(each, part.windows) for each in part.under_way]
         """Messages that come behind the end, counted as those of this part."""
         self._reads = dict(zip(part.program.actions, part.reads, strict=True))
         self._taken = {
-            message_of(action): read for action, read in self._reads.items() if action.do == Do.RECV
+            message_of(action): read
+            for action, read in self._reads.items()
+            if action.do == ActionKind.RECV
         }
         """By message, what the operation reads that it is for."""
         super().__init__(
@@ -224,7 +228,9 @@ class Segment(Executor):
         action = self.program.actions[self._next]
         if action.kind == Kind.U:
             return self._flow.weights.ready(action.stage, action.microbatch, self.program.rank)
-        return super().ready() or (action.do == Do.RECV and message_of(action) in self._inbox)
+        return super().ready() or (
+            action.do == ActionKind.RECV and message_of(action) in self._inbox
+        )
 
     def _posts(self, stop: int) -> dict[int, list[int]]:
         """Where receives are posted as early as can be, also those of messages that are sent before
@@ -235,7 +241,7 @@ class Segment(Executor):
         for peer in {each.peer for each in self._under_way}:
             last = -1
             for index, action in enumerate(self.program.actions):
-                if action.do == Do.RECV and action.peer == peer:
+                if action.do == ActionKind.RECV and action.peer == peer:
                     last = index
             found[last + 1] = [*found.get(last + 1, ()), peer]
         return found
@@ -245,9 +251,9 @@ class Segment(Executor):
             update = partial(self._flow.weights.update, action.stage, action.microbatch)
             return update if self.recorder is None else self.recorder.timed(action, update)
         call = super()._bind(action)
-        if action.do != Do.COMPUTE:
+        if action.do != ActionKind.COMPUTE:
             return call
-        use = partial(self._flow.weights.use, action.stage, self._reads[action])
+        use = partial(self._flow.weights.point_at, action.stage, self._reads[action])
 
         def use_and_call() -> None:
             use()
@@ -274,8 +280,8 @@ class Segment(Executor):
 
 
 def run_parts(
-    flows: Sequence[Flow],
-    parts: Sequence[Part],
+    flows: Sequence[AsyncRunner],
+    parts: Sequence[ProgramSegment],
     microbatches: Mapping[Key, MicroBatch],
     *,
     record: bool = False,

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch.profiler import record_function
 
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 
 
 def name_of(action: Action) -> str:
@@ -19,11 +19,11 @@ def name_of(action: Action) -> str:
     piece = f"{stage} micro-batch {action.microbatch}"
     if action.slice:
         piece += f" slice {action.slice}"
-    if action.do == Do.COMPUTE:
+    if action.do == ActionKind.COMPUTE:
         return f"{action.kind.name} {piece}"
-    if action.do == Do.SEND:
+    if action.do == ActionKind.SEND:
         return f"send {action.kind.name} of {piece} to rank {action.peer}"
-    if action.do == Do.RECV:
+    if action.do == ActionKind.RECV:
         return f"receive {action.kind.name} of {piece} from rank {action.peer}"
     return f"{action.do.name.lower()} {stage}"
 

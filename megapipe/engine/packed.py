@@ -9,7 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.engine.channels import Channels, Expected, Incoming, Name, Outgoing, Shape
+from megapipe.engine.channels import (
+    Channels,
+    ExpectedMessages,
+    Name,
+    RecvChannel,
+    SendChannel,
+    Shape,
+)
 from megapipe.ops.transfer import aligned
 
 
@@ -31,7 +38,7 @@ class PackedTensor(NamedTuple):
 class PackedOutgoing:
     """Sends tuples of tensors over `line`, as bytes."""
 
-    def __init__(self, line: Outgoing) -> None:
+    def __init__(self, line: SendChannel) -> None:
         self._line = line
 
     def send(self, message: Name, tensor: Tensor | tuple[Tensor, ...]) -> None:
@@ -51,21 +58,21 @@ class PackedOutgoing:
     def finish(self) -> None:
         self._line.finish()
 
-    def set_aside(self) -> int:
-        return self._line.set_aside()
+    def suspend(self) -> int:
+        return self._line.suspend()
 
-    def take_back(self, messages: int) -> None:
-        self._line.take_back(messages)
+    def restore(self, messages: int) -> None:
+        self._line.restore(messages)
 
 
 class PackedIncoming:
     """Receives bytes over `line`, and returns the tensors that were packed into them."""
 
-    def __init__(self, line: Incoming) -> None:
+    def __init__(self, line: RecvChannel) -> None:
         self._line = line
         self._expected: deque[Sequence[PackedTensor]] = deque()
 
-    def expect(self, expected: Expected) -> None:
+    def expect(self, expected: ExpectedMessages) -> None:
         self._expected.extend(parts for _, parts in expected)
         self._line.expect(
             [(message, (sum(part.bytes for part in parts),)) for message, parts in expected]

@@ -15,15 +15,15 @@ from megapipe.engine.channels import (
     MessageShape,
     ProcessGroupChannels,
 )
-from megapipe.engine.executor import Executor, Speculation, Synchroniser, run_together
-from megapipe.engine.flow import Flow, Weights
+from megapipe.engine.executor import DataParallelHooks, Executor, Speculation, run_together
+from megapipe.engine.flow import AsyncRunner, VersionedWeights
 from megapipe.engine.names import named
 from megapipe.engine.packed import PackedChannels
 from megapipe.engine.recorder import Record, Recorder
-from megapipe.engine.shares import SharingChannels
+from megapipe.engine.shares import ScatterGatherChannels
 from megapipe.engine.stage import Key, Stage
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.schedule.data_parallel import ReplicaPolicy, for_zero
+from megapipe.schedule.data_parallel import ReplicaPolicy, with_zero_actions
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.lower import lower, pairs
 from megapipe.schedule.placement import Placement
@@ -89,13 +89,13 @@ class Pipeline:
         channels = ProcessGroupChannels(self.mesh, used, dtype=wire, debug=debug, ctas=ctas)
         if packed:
             return [PackedChannels(channels)]
-        return [SharingChannels(channels, self.mesh.tp) if scatter else channels]
+        return [ScatterGatherChannels(channels, self.mesh.tp) if scatter else channels]
 
     def executors(
         self,
         schedule: Schedule,
         stages: Mapping[int, Stage],
-        synchroniser: Synchroniser,
+        synchroniser: DataParallelHooks,
         *,
         train: bool,
         proved: bool = False,
@@ -137,18 +137,18 @@ class Pipeline:
     def flows(
         self,
         stages: Mapping[int, Stage],
-        weights: Weights,
+        weights: VersionedWeights,
         *,
         window: int,
         shape: MessageShape,
         agree: bool,
-    ) -> list[Flow]:
+    ) -> list[AsyncRunner]:
         """The pipeline ranks of this process, to run a stream with windows of so many
         micro-batches; `weights` has the versions of their weights. `agree`: a micro-batch reads one
         version at all stages, which is checked in debug mode."""
         counting = {s: rank for rank in self.ranks for s in self.placement.stages_of(rank)}
         return [
-            Flow(
+            AsyncRunner(
                 {s: stages[s] for s in self.placement.stages_of(rank)},
                 channels,
                 weights,
@@ -182,7 +182,7 @@ class Pipeline:
 
     def _programs(self, schedule: Schedule, *, proved: bool) -> Iterator[Program]:
         """Programs of the pipeline ranks here, with the collectives of their replicas."""
-        return for_zero(lower(schedule, self.ranks, proved=proved), schedule, self.policy)
+        return with_zero_actions(lower(schedule, self.ranks, proved=proved), schedule, self.policy)
 
 
 def _set_speculation(executor: Executor, schedule: Schedule) -> None:

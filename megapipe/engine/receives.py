@@ -8,7 +8,7 @@ meanwhile, and whatever waits for the whole device waits for it.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 
 
 def posts(actions: Sequence[Action], ahead: int | None, stop: int) -> dict[int, list[int]]:
@@ -32,9 +32,9 @@ def _places(actions: Sequence[Action], ahead: int | None) -> Iterator[tuple[int,
     operations: list[int] = []
     after: dict[int, int] = defaultdict(int)
     for index, action in enumerate(actions):
-        if action.do == Do.COMPUTE:
+        if action.do == ActionKind.COMPUTE:
             operations.append(index)
-        elif action.do == Do.RECV:
+        elif action.do == ActionKind.RECV:
             place = index if ahead == 0 else 0
             if ahead and len(operations) >= ahead:
                 place = operations[-ahead]

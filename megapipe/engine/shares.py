@@ -15,19 +15,26 @@ from torch.nn import functional
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather
-from megapipe.distributed.shares import share
-from megapipe.engine.channels import Channels, Expected, Incoming, Name, Outgoing, Shape
+from megapipe.distributed.shares import shard_length
+from megapipe.engine.channels import (
+    Channels,
+    ExpectedMessages,
+    Name,
+    RecvChannel,
+    SendChannel,
+    Shape,
+)
 
 
 class ScatteredOutgoing:
     """Sends this rank's share of each message over `line`."""
 
-    def __init__(self, line: Outgoing, tp: Axis) -> None:
+    def __init__(self, line: SendChannel, tp: Axis) -> None:
         self._line = line
         self._tp = tp
 
     def send(self, message: Name, tensor: Tensor) -> None:
-        flat, length = tensor.flatten(), share(tensor.numel(), self._tp.size)
+        flat, length = tensor.flatten(), shard_length(tensor.numel(), self._tp.size)
         start = self._tp.index * length
         own = flat[start : start + length]
         own = functional.pad(own, (0, length - len(own))) if len(own) < length else own.clone()
@@ -39,11 +46,11 @@ class ScatteredOutgoing:
     def finish(self) -> None:
         self._line.finish()
 
-    def set_aside(self) -> int:
-        return self._line.set_aside()
+    def suspend(self) -> int:
+        return self._line.suspend()
 
-    def take_back(self, messages: int) -> None:
-        self._line.take_back(messages)
+    def restore(self, messages: int) -> None:
+        self._line.restore(messages)
 
 
 class GatheredIncoming:
@@ -52,15 +59,16 @@ class GatheredIncoming:
     They receive the same messages in the same order.
     """
 
-    def __init__(self, line: Incoming, tp: Axis) -> None:
+    def __init__(self, line: RecvChannel, tp: Axis) -> None:
         self._line = line
         self._tp = tp
         self._shapes: deque[Shape] = deque()
 
-    def expect(self, expected: Expected) -> None:
+    def expect(self, expected: ExpectedMessages) -> None:
         self._shapes.extend(shape for _, shape in expected)
         shares = [
-            (message, (share(math.prod(shape), self._tp.size),)) for message, shape in expected
+            (message, (shard_length(math.prod(shape), self._tp.size),))
+            for message, shape in expected
         ]
         self._line.expect(shares)
 
@@ -76,7 +84,7 @@ class GatheredIncoming:
         return whole[: math.prod(shape)].view(shape)
 
 
-class SharingChannels:
+class ScatterGatherChannels:
     """`channels` whose messages travel in shares, one for each tensor-parallel rank of `tp`."""
 
     def __init__(self, channels: Channels, tp: Axis) -> None:

@@ -20,8 +20,8 @@ from megapipe.errors import ConfigError
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import spec_of
-from megapipe.layers.policy import Span
-from megapipe.layers.recompute import Entrance, run_backward
+from megapipe.layers.policy import BlockSpan
+from megapipe.layers.recompute import StageInput, run_backward
 from megapipe.layers.weight_grad import WeightGradQueue, accumulate_in_main_grad
 from megapipe.model.interface import Message, StageModule
 
@@ -29,7 +29,7 @@ Key = tuple[int, int]
 """(micro-batch, slice) as the schedule numbers them."""
 
 
-_InFlight = tuple[Tensor | Entrance | None, GradientEdge | None]
+_InFlight = tuple[Tensor | StageInput | None, GradientEdge | None]
 """Where the backward leaves the gradient of the input; and the output's edge, None where it depends
 on no parameter and no input."""
 
@@ -57,16 +57,16 @@ class Stage:
     """
 
     def __init__(
-        self, module: StageModule, spans: Sequence[Span] = (), *, recompute: bool = False
+        self, module: StageModule, spans: Sequence[BlockSpan] = (), *, recompute: bool = False
     ) -> None:
         self.module = module
         self.is_first = module.is_first
         self.is_last = module.is_last
-        self.recompute = recompute
+        self.recomputes = recompute
         self._offloads_input = bool(spans) and spans[0].policy.offloads_input
         self._keeps_attention = any(span.policy.keeps_attention for span in spans)
         if spans:
-            module.use(spans)
+            module.set_policies(spans)
         self.queue: WeightGradQueue = module.queue
         self._in_flight: dict[Key, _InFlight] = {}
         self._inputs: dict[Key, tuple[Message, MicroBatch]] = {}
@@ -76,14 +76,14 @@ class Stage:
         self.loss_sums: dict[Key, Tensor] = {}
         """Sum of the masked token losses (nats) per (micro-batch, slice), on the last stage."""
 
-    def own_autograd_parameters(self) -> None:
+    def route_autograd_grads(self) -> None:
         """Route gradients that autograd itself computes into the main gradients.
 
         To be called once the parameters have their storage.
         """
         for parameter in self.module.parameters():
             spec = spec_of(parameter)
-            if spec.by_autograd and not spec.frozen:
+            if spec.grad_by_autograd and not spec.frozen:
                 accumulate_in_main_grad(parameter)
 
     def begin(self, *, train: bool) -> None:
@@ -100,14 +100,15 @@ class Stage:
         """Bytes that the slices of all micro-batches in flight share."""
         return sum(cache.nbytes() for cache in self._caches.values())
 
-    def set_aside(self) -> InFlight:
-        """Forget what is in flight; returns it for :meth:`take_back`, with nothing queued."""
+    def suspend_in_flight(self) -> InFlight:
+        """Forget what is in flight; returns it for :meth:`restore_in_flight`, with nothing
+        queued."""
         assert not self.queue.pending(), "weight gradients are yet to be computed"
         kept = InFlight(self._in_flight, self._inputs, self._caches, self.loss_sums)
         self._in_flight, self._inputs, self._caches, self.loss_sums = {}, {}, {}, {}
         return kept
 
-    def take_back(self, kept: InFlight, *, back: int = 0) -> None:
+    def restore_in_flight(self, kept: InFlight, *, back: int = 0) -> None:
         """Go on with what was in flight; micro-batches are counted from `back` later from now on,
         and losses of those before are forgotten."""
         self._in_flight = {_earlier(key, back): value for key, value in kept.graphs.items()}
@@ -118,7 +119,7 @@ class Stage:
 
     def forward(self, key: Key, x: Message, mb: MicroBatch) -> Message:
         """Run ``F``. Returns the output to pass on, None on the last stage."""
-        if not self.recompute:
+        if not self.recomputes:
             return self._emit(key, self._build(key, x, mb))
         assert mb.sequence_length is None, "a stage that recomputes takes whole sequences only"
         if self._keeps_attention:
@@ -132,7 +133,7 @@ class Stage:
         """Forward without a graph, on whole sequences, for validation."""
         return self._emit(key, self.module(x, mb))
 
-    def recompute_ahead(self, key: Key) -> None:
+    def recompute(self, key: Key) -> None:
         """Run ``R``: the forward again, with a graph."""
         self._build(key, *self._inputs.pop(key), graph_only=True)
 
@@ -143,7 +144,7 @@ class Stage:
         micro-batch come in descending order.
         """
         if key in self._inputs:
-            self.recompute_ahead(key)
+            self.recompute(key)
         x, edge = self._in_flight.pop(key)
         self.queue.open(key)
         if edge is not None:
@@ -172,9 +173,9 @@ class Stage:
 
     def _build(self, key: Key, x: Message, mb: MicroBatch, *, graph_only: bool = False) -> Message:
         """Forward with a graph, whose ends are kept for the backward."""
-        source: Tensor | Entrance | None = None
+        source: Tensor | StageInput | None = None
         if x is not None and self._offloads_input:
-            source = Entrance()
+            source = StageInput()
             x = source.of(x)
         elif x is not None:
             source = x = x.detach().requires_grad_()

@@ -38,7 +38,7 @@ class TupleStage(Stage):
 
     def input_grad(self, key: Key, grad: Message) -> Message:
         if key in self._inputs:
-            self.recompute_ahead(key)
+            self.recompute(key)
         inputs, edges = self._ends.pop(key)
         self.queue.open(key)
         grads = _as_tuple(self._unit if grad is None else grad)

@@ -4,8 +4,17 @@ All of it is log-likelihoods of tokens (:mod:`~megapipe.evaluate.scoring`), by a
 (:mod:`megapipe.inference`).
 """
 
-from megapipe.evaluate.choices import Choices, Question, answer
+from megapipe.evaluate.choices import MultipleChoice, Question, answer
 from megapipe.evaluate.perplexity import Perplexity, measure
-from megapipe.evaluate.scoring import Row, Score, scores
+from megapipe.evaluate.scoring import Score, ScoredRow, scores
 
-__all__ = ["Choices", "Perplexity", "Question", "Row", "Score", "answer", "measure", "scores"]
+__all__ = [
+    "MultipleChoice",
+    "Perplexity",
+    "Question",
+    "Score",
+    "ScoredRow",
+    "answer",
+    "measure",
+    "scores",
+]

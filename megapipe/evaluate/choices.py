@@ -14,9 +14,9 @@ import numpy as np
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import DataError
-from megapipe.evaluate.scoring import Row, Score, scores
+from megapipe.evaluate.scoring import Score, ScoredRow, scores
 from megapipe.inference.model import Model
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 PROMPTS = ("prompt", "question")
 """Fields that may have what is given."""
@@ -35,7 +35,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Share:
+class Accuracy:
     """A share of right answers, and its standard error."""
 
     value: float
@@ -45,7 +45,7 @@ class Share:
     """Questions whose best value several choices share: the first of them was taken."""
 
     @classmethod
-    def of(cls, right: Sequence[bool], ties: int) -> Share:
+    def of(cls, right: Sequence[bool], ties: int) -> Accuracy:
         """The share of `right` answers."""
         n = len(right)
         mean = sum(right) / n
@@ -54,14 +54,14 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Choices:
+class MultipleChoice:
     """How often a model prefers the right choice."""
 
-    acc: Share
+    acc: Accuracy
     """By the log-likelihood of a choice."""
-    acc_norm: Share
+    acc_norm: Accuracy
     """The same by the bytes of the choice in UTF-8."""
-    acc_tokens: Share
+    acc_tokens: Accuracy
     """The same by its tokens."""
     questions: int
     cut: int
@@ -73,10 +73,10 @@ class Choices:
         parts = []
         for name, share in names.items():
             error = "" if share.stderr is None else f" +- {share.stderr:.4f}"
-            ties = f" ({counted(share.ties, 'tie')}, the first taken)" if share.ties else ""
+            ties = f" ({count_noun(share.ties, 'tie')}, the first taken)" if share.ties else ""
             parts.append(f"{name} {share.value:.4f}{error}{ties}")
         cut = f", {self.cut} longer than the context" if self.cut else ""
-        return " | ".join([*parts, f"{counted(self.questions, 'question')}{cut}"])
+        return " | ".join([*parts, f"{count_noun(self.questions, 'question')}{cut}"])
 
     def as_json(self) -> dict[str, Any]:
         """By name."""
@@ -146,12 +146,12 @@ def pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[in
 
 def row_of(
     start: Sequence[int], context: Sequence[int], continuation: Sequence[int], most: int
-) -> tuple[Row, bool]:
+) -> tuple[ScoredRow, bool]:
     """A row that scores `continuation` given `start` and `context`; and whether the beginning was
     cut off so that the model reads `most` tokens. `continuation` fits."""
     ids = [*start, *context, *continuation]
     kept = ids[-(most + 1) :]
-    return Row(kept, len(kept) - len(continuation)), len(kept) < len(ids)
+    return ScoredRow(kept, len(kept) - len(continuation)), len(kept) < len(ids)
 
 
 def answer(
@@ -161,7 +161,7 @@ def answer(
     delimiter: str = " ",
     truncate: bool = False,
     batch: int = 8,
-) -> Choices:
+) -> MultipleChoice:
     """Score each choice as what follows its prompt and `delimiter`.
 
     With `truncate` prompts that are longer than the model's context lose their beginnings.
@@ -172,7 +172,7 @@ def answer(
         NumericError: a log-likelihood is NaN.
     """
     asked: list[Question] = []
-    rows: list[Row] = []
+    rows: list[ScoredRow] = []
     cut = 0
     for question in questions:
         asked.append(question)
@@ -197,11 +197,11 @@ def answer(
         for name, values in _values(question, own).items():
             right[name].append(int(np.argmax(values)) == question.answer)
             ties[name] += int((values == values.max()).sum() > 1)
-    shares = {name: Share.of(each, ties[name]) for name, each in right.items()}
-    return Choices(**shares, questions=len(asked), cut=cut)
+    shares = {name: Accuracy.of(each, ties[name]) for name, each in right.items()}
+    return MultipleChoice(**shares, questions=len(asked), cut=cut)
 
 
-def _row(model: Model, question: Question, continuation: str) -> tuple[Row, bool]:
+def _row(model: Model, question: Question, continuation: str) -> tuple[ScoredRow, bool]:
     source = model.source
     context, following = pair(source.tokenizer, question.prompt, continuation)
     if not 0 < len(following) <= source.context:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from megapipe.errors import DataError
-from megapipe.evaluate.scoring import Row, scores
+from megapipe.evaluate.scoring import ScoredRow, scores
 from megapipe.evaluate.texts import Document
 from megapipe.evaluate.windows import windows
 from megapipe.inference.model import Model
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Perplexity:
         )
         return (
             f"perplexity {self.perplexity:.4f} | {self.loss:.6f} nats per token | {bits} | "
-            f"{counted(self.tokens, 'token')}, {counted(self.bytes, 'byte')}, "
-            f"{counted(self.documents, 'document')} | "
+            f"{count_noun(self.tokens, 'token')}, {count_noun(self.bytes, 'byte')}, "
+            f"{count_noun(self.documents, 'document')} | "
             f"context {self.context:,}, stride {self.stride:,}"
         )
 
@@ -76,7 +76,7 @@ def measure(
     stride = context if stride is None else stride
     count = nbytes = 0
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[ScoredRow]:
         nonlocal count, nbytes
         for document in documents:
             count, nbytes = count + 1, nbytes + document.bytes
@@ -89,7 +89,7 @@ def measure(
         tokens += len(score.likelihoods)
     if not tokens:
         raise DataError(
-            f"{counted(count, 'document')} without a token to score: expected some text"
+            f"{count_noun(count, 'document')} without a token to score: expected some text"
         )
     nats = -math.fsum(sums)
     loss = nats / tokens

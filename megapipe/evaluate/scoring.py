@@ -30,7 +30,7 @@ BATCHES = 8
 T = TypeVar("T")
 
 
-class Row(NamedTuple):
+class ScoredRow(NamedTuple):
     """Tokens, of which those from `first` on are scored, each given all before it.
 
     The model reads all but the last one: at most as many as its context has.
@@ -56,7 +56,7 @@ class Score:
         return float(self.likelihoods.sum())
 
 
-def scores(model: Model, rows: Iterable[Row], *, batch: int) -> Iterator[Score]:
+def scores(model: Model, rows: Iterable[ScoredRow], *, batch: int) -> Iterator[Score]:
     """The score of each row, in order, on every rank; `batch` of them are read side by side.
 
     All ranks give the same rows.
@@ -92,7 +92,7 @@ def _lists(things: Iterable[T], size: int) -> Iterator[list[T]]:
         yield some
 
 
-def _read(model: Model, rows: Sequence[Row]) -> tuple[Tensor, Tensor] | None:
+def _read(model: Model, rows: Sequence[ScoredRow]) -> tuple[Tensor, Tensor] | None:
     """Log-likelihoods of the scored tokens of some rows, one row after the other [n], and 1 where a
     token is the most probable one [n]; None on ranks that do not have the last stage."""
     longest = max(len(row.ids) for row in rows) - 1
@@ -105,7 +105,7 @@ def _read(model: Model, rows: Sequence[Row]) -> tuple[Tensor, Tensor] | None:
     if least < 0 or most >= model.vocab_size:
         wrong = least if least < 0 else most
         raise DataError(f"token id {wrong}: the model knows 0 to {model.vocab_size - 1}")
-    columns = model.columns(model.microbatch(ids[:, :-1]))
+    columns = model.local_logits(model.microbatch(ids[:, :-1]))
     if columns is None:
         return None
     labels = ids[:, 1:].t().to(columns.device)  # [s, b]

@@ -9,7 +9,7 @@ from pathlib import Path
 from megapipe.config.data import DataConfig
 from megapipe.data import corpus
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data.given import is_given
+from megapipe.data.given import is_token_file
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import without_suffix
@@ -30,7 +30,7 @@ def of_source(config: DataConfig, tokenizer: Tokenizer, count: RowCount) -> Iter
 
     Raises DataError for what cannot be read, and where there is no text.
     """
-    if is_given(config.source):
+    if is_token_file(config.source):
         yield from _of_token_file(Path(config.source).expanduser(), tokenizer)
         return
     ids: list[int] = []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megapipe.evaluate.scoring import Row
+from megapipe.evaluate.scoring import ScoredRow
 
 
-def windows(ids: Sequence[int], *, first: int, context: int, stride: int) -> Iterator[Row]:
+def windows(ids: Sequence[int], *, first: int, context: int, stride: int) -> Iterator[ScoredRow]:
     """Rows that score each of ``ids[first:]`` once, given up to `context` tokens before it.
 
     The first row scores as many as fit; each of the others ends `stride` further, the last one at
@@ -25,5 +25,5 @@ def windows(ids: Sequence[int], *, first: int, context: int, stride: int) -> Ite
     done = first
     while done < len(ids):
         start = max(0, stop - context - 1)
-        yield Row(ids[start:stop], done - start)
+        yield ScoredRow(ids[start:stop], done - start)
         done, stop = stop, min(stop + stride, len(ids))

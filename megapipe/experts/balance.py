@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megapipe.experts.map import ExpertMap
-from megapipe.experts.rows import Counts, rows_on
+from megapipe.experts.rows import TokensPerExpert, rows_on
 
 WIDTH = 16
 """Maps with as many copies that go on."""
@@ -33,12 +33,12 @@ class _State(NamedTuple):
     loads: list[int]
 
 
-def balance(present: ExpertMap, counts: Counts, node: int) -> ExpertMap:
+def balance(present: ExpertMap, counts: TokensPerExpert, node: int) -> ExpertMap:
     """The present owners, with copies by which the largest load gets small; it does not matter what
     copies there were."""
     search = _Search(present, counts, node)
     holders = search.shrunk(search.expanded())
-    return present.with_copies(
+    return present.with_replicas(
         [
             [e for e, own in enumerate(holders) if rank in own and rank != present.owners[e]]
             for rank in range(present.ranks)
@@ -47,7 +47,7 @@ def balance(present: ExpertMap, counts: Counts, node: int) -> ExpertMap:
 
 
 class _Search:
-    def __init__(self, present: ExpertMap, counts: Counts, node: int) -> None:
+    def __init__(self, present: ExpertMap, counts: TokensPerExpert, node: int) -> None:
         self._present, self._counts, self._node = present, counts, node
         self._known: dict[tuple[int, Holders], list[int]] = {}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megapipe.errors import ConfigError
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class ExpertMap:
 
     owners: tuple[int, ...]
     """By expert."""
-    copies: tuple[tuple[int, ...], ...]
+    replicas: tuple[tuple[int, ...], ...]
     """By rank the experts of others that it has copies of, in ascending order."""
     slots: int = 0
     """The most copies that a rank has room for."""
 
     def __post_init__(self) -> None:
-        experts, ranks = len(self.owners), len(self.copies)
+        experts, ranks = len(self.owners), len(self.replicas)
         if not ranks or not experts or experts % ranks:
             raise ConfigError(
-                f"{counted(experts, 'expert')} over {counted(ranks, 'rank')}: "
+                f"{count_noun(experts, 'expert')} over {count_noun(ranks, 'rank')}: "
                 "expected as many for each rank"
             )
         for expert, owner in enumerate(self.owners):
@@ -39,14 +39,16 @@ class ExpertMap:
                 raise ConfigError(
                     f"owner {owner} of expert {expert}: expected a rank from 0 to {ranks - 1}"
                 )
-        for rank, copies in enumerate(self.copies):
+        for rank, copies in enumerate(self.replicas):
             self._check(rank, copies)
 
     def _check(self, rank: int, copies: tuple[int, ...]) -> None:
-        experts, each = len(self.owners), len(self.owners) // len(self.copies)
+        experts, each = len(self.owners), len(self.owners) // len(self.replicas)
         own = self.owners.count(rank)
         if own != each:
-            raise ConfigError(f"rank {rank} owns {counted(own, 'expert')}: expected {each}, as all")
+            raise ConfigError(
+                f"rank {rank} owns {count_noun(own, 'expert')}: expected {each}, as all"
+            )
         if list(copies) != sorted(set(copies)):
             raise ConfigError(f"copies {list(copies)} of rank {rank}: expected each once, in order")
         if len(copies) > self.slots:
@@ -83,7 +85,7 @@ class ExpertMap:
 
     def plain(self) -> dict[str, Any]:
         """The dictionary that :meth:`stored` reads."""
-        copies = list(map(list, self.copies))
+        copies = list(map(list, self.replicas))
         return {"owners": list(self.owners), "copies": copies, "slots": self.slots}
 
     @property
@@ -92,7 +94,7 @@ class ExpertMap:
 
     @property
     def ranks(self) -> int:
-        return len(self.copies)
+        return len(self.replicas)
 
     def owned(self, rank: int) -> list[int]:
         """The experts that a rank owns, in ascending order."""
@@ -106,7 +108,7 @@ class ExpertMap:
 
     def holders(self, expert: int) -> list[int]:
         """The ranks that have an expert, in ascending order."""
-        with_copy = [rank for rank, copies in enumerate(self.copies) if expert in copies]
+        with_copy = [rank for rank, copies in enumerate(self.replicas) if expert in copies]
         return sorted([self.owners[expert], *with_copy])
 
     def filled(self) -> ExpertMap:
@@ -116,11 +118,11 @@ class ExpertMap:
             first = self.owned(rank)[-1] + 1
             after = [(first + i) % self.experts for i in range(self.experts)]
             copied.append([e for e in after if self.owners[e] != rank][: self.slots])
-        return self.with_copies(copied)
+        return self.with_replicas(copied)
 
-    def with_copies(self, copies: Sequence[Sequence[int]]) -> ExpertMap:
+    def with_replicas(self, copies: Sequence[Sequence[int]]) -> ExpertMap:
         """The same owners, with these copies of each rank, in any order."""
-        return replace(self, copies=tuple(tuple(sorted(each)) for each in copies))
+        return replace(self, replicas=tuple(tuple(sorted(each)) for each in copies))
 
 
 def _whole(values: Any) -> bool:

@@ -54,7 +54,7 @@ def find_pool(present: ExpertMap, trace: Trace, size: int, worth: float = 0.0) -
     one that is taken with which the trace, replayed, has the smallest sum of largest loads, as long
     as it gets smaller: each step has the map that the counts of the last one have chosen.
     """
-    candidates = dict.fromkeys(packed(present, each) for each in _sums(trace))
+    candidates = dict.fromkeys(balanced_owners(present, each) for each in _sums(trace))
     replay = _Replay([present, *candidates], trace, worth)
     pool: list[int] = []
     best = replay.rows(pool)
@@ -100,7 +100,7 @@ def _sums(trace: Trace) -> list[list[int]]:
     return found
 
 
-def packed(present: ExpertMap, totals: Sequence[int]) -> ExpertMap:
+def balanced_owners(present: ExpertMap, totals: Sequence[int]) -> ExpertMap:
     """Owners by which the largest load is small: the experts with most rows first, each to the rank
     with fewest that owns less than its number; then pairs change places as long as the loads get
     more even. Ranks keep as many of their present experts as the same parts allow.

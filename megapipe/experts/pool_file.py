@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megapipe.errors import ConfigError
 from megapipe.experts.map import ExpertMap
-from megapipe.words import counted, ranges
+from megapipe.words import count_noun, ranges
 
 Pools = Mapping[int, Sequence[ExpertMap]]
 """By layer."""
@@ -46,9 +46,9 @@ def _map(path: Path, layer: int, value: object, begin: ExpertMap) -> ExpertMap:
         raise ConfigError(f"{path}: layer {layer}: {error}") from None
     if (found.experts, found.ranks) != (begin.experts, begin.ranks):
         raise ConfigError(
-            f"{path}: layer {layer}: a map of {counted(found.experts, 'expert')} over "
-            f"{counted(found.ranks, 'rank')}: expected {begin.experts} over {begin.ranks}"
+            f"{path}: layer {layer}: a map of {count_noun(found.experts, 'expert')} over "
+            f"{count_noun(found.ranks, 'rank')}: expected {begin.experts} over {begin.ranks}"
         )
-    if any(found.copies):
+    if any(found.replicas):
         raise ConfigError(f"{path}: layer {layer}: a map with copies: expected owners alone")
     return found

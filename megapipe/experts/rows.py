@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megapipe.experts.map import ExpertMap
 
-Counts = Sequence[Sequence[int]]
+TokensPerExpert = Sequence[Sequence[int]]
 """Rows that each rank has for each expert."""
 
 
@@ -16,12 +16,12 @@ def evenly(totals: Sequence[int], ranks: int) -> list[list[int]]:
     return [[n // ranks + (rank < n % ranks) for n in totals] for rank in range(ranks)]
 
 
-def totals_of(counts: Counts) -> list[int]:
+def totals_of(counts: TokensPerExpert) -> list[int]:
     """Rows for each expert."""
     return list(map(sum, zip(*counts, strict=True)))
 
 
-def goals(holders: Sequence[int], ranks: int, node: int) -> list[int]:
+def destinations(holders: Sequence[int], ranks: int, node: int) -> list[int]:
     """For each rank the holder of an expert to which its rows for it go: itself; else a holder of
     its own node, of `node` neighbouring ranks; else any. Where there are several of these, they are
     dealt to the ranks one after the other."""
@@ -44,15 +44,15 @@ def _deal(sources: Sequence[int], holders: Sequence[int], found: list[int]) -> N
         found[source] = holders[number % len(holders)]
 
 
-def rows_on(holders: Sequence[int], counts: Counts, expert: int, node: int) -> list[int]:
+def rows_on(holders: Sequence[int], counts: TokensPerExpert, expert: int, node: int) -> list[int]:
     """Rows of an expert that each rank computes."""
     found = [0] * len(counts)
-    for source, goal in enumerate(goals(holders, len(counts), node)):
+    for source, goal in enumerate(destinations(holders, len(counts), node)):
         found[goal] += counts[source][expert]
     return found
 
 
-def loads(of: ExpertMap, counts: Counts, node: int) -> list[int]:
+def tokens_per_rank(of: ExpertMap, counts: TokensPerExpert, node: int) -> list[int]:
     """Rows that each rank computes."""
     each = (rows_on(of.holders(e), counts, e, node) for e in range(of.experts))
     return list(map(sum, zip(*each, strict=True)))

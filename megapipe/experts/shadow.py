@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megapipe.experts.map import ExpertMap
-from megapipe.experts.rows import Counts, totals_of
+from megapipe.experts.rows import TokensPerExpert, totals_of
 
 
-class Times(NamedTuple):
+class ShadowCosts(NamedTuple):
     """Seconds by which shadows are judged."""
 
     row: float
@@ -24,7 +24,7 @@ class Times(NamedTuple):
     """To send copies of an expert to all other ranks, and their gradients back."""
 
 
-def shadow(present: ExpertMap, counts: Counts, times: Times) -> ExpertMap:
+def shadow(present: ExpertMap, counts: TokensPerExpert, times: ShadowCosts) -> ExpertMap:
     """Shadows of the first i experts, in the order of their rows, with the i for which
 
         3 row B + 4 trip B + i shadow
@@ -44,7 +44,7 @@ def shadow(present: ExpertMap, counts: Counts, times: Times) -> ExpertMap:
         return (3 * times.row + 4 * times.trip) * max(rows) + i * times.shadow
 
     best = min(choices, key=seconds)
-    return present.with_copies(_copies(present, order[:best]))
+    return present.with_replicas(_copies(present, order[:best]))
 
 
 def _copies(present: ExpertMap, shadows: Sequence[int]) -> list[list[int]]:

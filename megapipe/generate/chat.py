@@ -13,7 +13,7 @@ from megapipe.data.supervised.turns import Message, Template, TemplateError
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import ConfigError, DataError
 from megapipe.generate.generator import Prompt
-from megapipe.inference.source import Source
+from megapipe.inference.source import ModelInfo
 
 
 class Chats:
@@ -27,7 +27,7 @@ class Chats:
         DataError: there is no template, or it fails.
     """
 
-    def __init__(self, source: Source, template: str | None = None) -> None:
+    def __init__(self, source: ModelInfo, template: str | None = None) -> None:
         self._tokenizer: Tokenizer = source.tokenizer
         chat = self._tokenizer.chat
         if template is None:

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from megapipe.errors import NumericError
-from megapipe.generate.reading import Reading, Texts
-from megapipe.generate.rereading import Rereading
-from megapipe.generate.sampling import Sampling, choose
+from megapipe.generate.reading import CachedDecoder, Texts
+from megapipe.generate.rereading import UncachedDecoder
+from megapipe.generate.sampling import Sampling, sample_token
 from megapipe.generate.text import TextStream
 from megapipe.inference.model import Model
 
@@ -60,8 +60,8 @@ class Generator:
     def read(self, texts: Sequence[Sequence[int]], *, room: int) -> Texts:
         """Begin to read texts, given as ids, to each of which up to `room` tokens will be added."""
         if not self.model.keeps:
-            return Rereading(self.model, texts)
-        return Reading(self.model, texts, room=room)
+            return UncachedDecoder(self.model, texts)
+        return CachedDecoder(self.model, texts, room=room)
 
     def generate(
         self, prompts: Sequence[str | Prompt], sampling: Sampling, *, batch: int = 16
@@ -127,7 +127,7 @@ class _Text:
         """The next token by its logits [V], or :data:`_NOT_FINITE`."""
         if not logits.isfinite().all():
             return _NOT_FINITE
-        return choose(logits, self.sampling, self._source)
+        return sample_token(logits, self.sampling, self._source)
 
     def extend(self, token: int) -> Piece:
         """Add the token that was chosen."""

@@ -44,7 +44,7 @@ def window_start(length: int, context: int) -> int:
     return -(-max(length - context, 0) // half) * half
 
 
-class Reading:
+class CachedDecoder:
     """Texts that a model has read so far, and its logits for the next tokens.
 
     Args:

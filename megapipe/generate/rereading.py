@@ -11,7 +11,7 @@ from megapipe.generate.reading import window_start
 from megapipe.inference.model import Model
 
 
-class Rereading:
+class UncachedDecoder:
     """Texts that grow, and the logits of a `model` for their next tokens.
 
     The model must be causal: texts of unequal length are filled up at their ends. It sees the end

@@ -46,7 +46,7 @@ class Sampling:
         return torch.Generator().manual_seed(seed_of(self.seed, "generate", number))
 
 
-def choose(logits: Tensor, sampling: Sampling, source: torch.Generator) -> int:
+def sample_token(logits: Tensor, sampling: Sampling, source: torch.Generator) -> int:
     """A token by its finite logits [V]; takes one random number from `source`, none at temperature
     0."""
     if sampling.temperature == 0:

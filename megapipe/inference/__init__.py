@@ -6,6 +6,6 @@
 """
 
 from megapipe.inference.model import Model, load_model
-from megapipe.inference.source import Source
+from megapipe.inference.source import ModelInfo
 
-__all__ = ["Model", "Source", "load_model"]
+__all__ = ["Model", "ModelInfo", "load_model"]

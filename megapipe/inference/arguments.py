@@ -51,7 +51,7 @@ def model_of(given: argparse.Namespace) -> Model:
         assert source.weights is not None
         if given.mesh.rank == 0:
             for line in source.notes():
-                heartbeat.say(line)
+                heartbeat.print_notice(line)
         return load_model(
             source.weights,
             given.mesh.device,

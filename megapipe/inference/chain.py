@@ -15,7 +15,7 @@ import torch
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.channels import ProcessGroupChannels
 from megapipe.engine.packed import PackedChannels, PackedTensor
-from megapipe.model.interface import Family, Message
+from megapipe.model.interface import Message, ModelSpec
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.ir import Kind, Op
 
@@ -23,14 +23,14 @@ _FORWARD = Op(Kind.F, 0, 0)
 """The name of every message: there is one kind."""
 
 
-class Chain:
+class ForwardChannels:
     """This rank's channels from the stage before and to the stage after.
 
     Args:
         stages: one for each pipeline rank.
     """
 
-    def __init__(self, mesh: ParallelMesh, family: Family, stages: Sequence[StageSpec]) -> None:
+    def __init__(self, mesh: ParallelMesh, family: ModelSpec, stages: Sequence[StageSpec]) -> None:
         ranks = pairwise(range(mesh.pp.size))
         channels = PackedChannels(ProcessGroupChannels(mesh, list(ranks), dtype=torch.uint8))
         self._family = family
@@ -43,7 +43,7 @@ class Chain:
         first stage."""
         if self._in is None:
             return None
-        parts = self._family.message(self._before, rows, length)
+        parts = self._family.output_shape(self._before, rows, length)
         shapes = [PackedTensor(each.shape, getattr(torch, each.dtype)) for each in parts]
         self._in.expect([(_FORWARD, shapes)])
         return self._in.receive()

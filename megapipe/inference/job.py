@@ -29,7 +29,7 @@ from megapipe.launch.shutdown import Shutdown, end_early, end_now, interrupt_ear
 from megapipe.launch.signals import Interrupts
 from megapipe.observe.provenance import package_hash
 from megapipe.util.retries import be_quiet
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +39,8 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Where a model is to be, as :func:`megapipe.launch.devices.choose` asks."""
+class InferenceLayout:
+    """Where a model is to be, as :func:`megapipe.launch.devices.choose_device` asks."""
 
     tp: int
     pp: int
@@ -87,7 +87,7 @@ def main(parser: Parser, argv: Sequence[str]) -> int:
         return end_now(_in_job(given, wanted, info, interrupts, trace=trace))
 
 
-def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
+def _wanted(given: argparse.Namespace, info: LaunchInfo) -> InferenceLayout:
     """The layout that is asked for; raises for one that the processes are not enough for."""
     tp, pp = given.tp, given.pp
     for option, value in (("--tp", tp), ("--pp", pp)):
@@ -95,17 +95,17 @@ def _wanted(given: argparse.Namespace, info: LaunchInfo) -> Wanted:
             raise ConfigError(f"{option} {value}: expected at least 1")
     if tp * pp != info.world:
         raise ConfigError(
-            f"{counted(info.world, 'process')} for --tp {tp} x --pp {pp}: expected {tp * pp}, as "
-            f"python -m megapipe.launch --nproc {tp * pp} starts them"
+            f"{count_noun(info.world, 'process')} for --tp {tp} x --pp {pp}: expected {tp * pp}, "
+            f"as python -m megapipe.launch --nproc {tp * pp} starts them"
         )
     if info.world > 1 and given.device not in ("cpu", "cuda"):
         raise ConfigError(f"--device {given.device}: expected cpu or cuda, with several processes")
-    return Wanted(tp, pp, "cpu" if given.device == "cpu" else "cuda")
+    return InferenceLayout(tp, pp, "cpu" if given.device == "cpu" else "cuda")
 
 
 def _in_job(
     given: argparse.Namespace,
-    wanted: Wanted,
+    wanted: InferenceLayout,
     info: LaunchInfo,
     interrupts: Interrupts | None,
     *,
@@ -133,7 +133,7 @@ def _in_job(
         if info.world == 1:
             device, backend = device_named(given.device), "gloo"
         else:
-            device, backend = devices.choose(wanted, info, store)
+            device, backend = devices.choose_device(wanted, info, store)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         rendezvous.start_process_group(store, info, backend, TIMEOUT_S)

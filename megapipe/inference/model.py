@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.stateful import Weights
+from megapipe.checkpoint.stateful import TensorReader
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.inference.chain import Chain
-from megapipe.inference.source import Source
+from megapipe.inference.chain import ForwardChannels
+from megapipe.inference.source import ModelInfo
 from megapipe.inference.stages import family_for, fill, stages_of
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
@@ -33,8 +33,8 @@ class Model:
 
     def __init__(
         self,
-        source: Source,
-        weights: Weights,
+        source: ModelInfo,
+        weights: TensorReader,
         device: torch.device,
         mesh: ParallelMesh | None = None,
     ) -> None:
@@ -59,7 +59,9 @@ class Model:
         """The ranks that have different columns of the logits."""
         self.keeps = "kv_cache" in family.supports
         """It can go on from keys and values that it has kept."""
-        self._chain = None if mesh is None or pp.size == 1 else Chain(mesh, family, stages)
+        self._chain = (
+            None if mesh is None or pp.size == 1 else ForwardChannels(mesh, family, stages)
+        )
         masks = source.data.masks_documents
         self._document_end = source.tokenizer.eod if masks else None
         self._resets = source.model.positions == "learned" and source.data.resets_positions
@@ -71,7 +73,7 @@ class Model:
         assert size is not None
         return size
 
-    def numbers_of(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor | None:
+    def document_ids(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor | None:
         """Number of the document of each token [b, t]; None where attention crosses all of them.
 
         `padding` [b] counts the columns before each text, which are a document of their own.
@@ -90,7 +92,7 @@ class Model:
         self, tokens: Tensor, *, start: int = 0, padding: Tensor | None = None
     ) -> MicroBatch:
         """The columns of `tokens` [b, t] from `start` on, of which those before were read."""
-        numbers = self.numbers_of(tokens, padding)
+        numbers = self.document_ids(tokens, padding)
         return MicroBatch(
             index=0,
             step=0,
@@ -114,7 +116,7 @@ class Model:
         return (columns - padding).clamp(min=0).to(self.device)
 
     @torch.no_grad()
-    def columns(
+    def local_logits(
         self, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
     ) -> Tensor | None:
         """This rank's columns of the logits, padding included, [s, b, V or V/tp]; with `last` those
@@ -132,7 +134,7 @@ class Model:
     ) -> Tensor | None:
         """Logits of all of the vocabulary, [s, b, V]; with `last` [1, b, V]. None on ranks that do
         not have the last stage."""
-        own = self.columns(mb, cache, last=last)
+        own = self.local_logits(mb, cache, last=last)
         if own is None:
             return None
         if self.columns_axis.size > 1:
@@ -157,7 +159,7 @@ class Model:
 
 
 def load_model(
-    weights: Weights,
+    weights: TensorReader,
     device: torch.device,
     mesh: ParallelMesh | None = None,
     *,
@@ -166,7 +168,7 @@ def load_model(
 ) -> Model:
     """The model of a checkpoint or of what takes the place of one, at the layout of `mesh`.
 
-    Raises as :meth:`Source.of` and :class:`Model` do.
+    Raises as :meth:`ModelInfo.of` and :class:`Model` do.
     """
-    source = Source.of(weights, tokenizer=tokenizer, context=context)
+    source = ModelInfo.of(weights, tokenizer=tokenizer, context=context)
     return Model(source, weights, device, mesh)

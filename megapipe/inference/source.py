@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megapipe.checkpoint.stateful import Weights
+from megapipe.checkpoint.stateful import TensorReader
 from megapipe.cli import stored_lora, stored_model
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
@@ -23,7 +23,7 @@ _READ = ("samples", "document_mask", "reset_positions", "chat_template")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelInfo:
     """A model as its checkpoint, or its folder of Hugging Face's, describes it."""
 
     model: ModelConfig
@@ -47,8 +47,8 @@ class Source:
 
     @classmethod
     def of(
-        cls, weights: Weights, *, tokenizer: str | None = None, context: int | None = None
-    ) -> Source:
+        cls, weights: TensorReader, *, tokenizer: str | None = None, context: int | None = None
+    ) -> ModelInfo:
         """As `weights` say of themselves.
 
         Args:
@@ -78,13 +78,13 @@ class Source:
             lora=Lora.of(stored_lora(stored)),
             tokenizer=loaded,
             context=length,
-            opening=(loaded.eod,) if of_run else loaded.opening,
+            opening=(loaded.eod,) if of_run else loaded.bos_tokens,
             ends=frozenset({loaded.eod, *_ends_beside(Path(name), *_here(weights))}),
             data=DataConfig.model_validate(known),
         )
 
 
-def _tokenizer_of(weights: Weights) -> str:
+def _tokenizer_of(weights: TensorReader) -> str:
     stored: JsonValue = weights.config.get("data.tokenizer")
     if stored is not None:
         return str(stored)
@@ -94,7 +94,7 @@ def _tokenizer_of(weights: Weights) -> str:
     raise DataError(f"{weights.path} has no tokenizer; give one with --tokenizer")
 
 
-def _here(weights: Weights) -> list[Path]:
+def _here(weights: TensorReader) -> list[Path]:
     """The folder of the weights, unless it is on object storage, which has nothing beside them."""
     return [weights.path] if isinstance(weights.path, Path) else []
 

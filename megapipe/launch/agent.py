@@ -13,11 +13,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 
-from megapipe.launch.forks import Forks
+from megapipe.launch.forks import ForkServer
 from megapipe.launch.ranks import exit_code
 from megapipe.launch.rendezvous import of_ranks
 from megapipe.launch.shutdown import FAILED, claim
-from megapipe.util.answers import Mute, within
+from megapipe.util.answers import NoAnswer, call_with_timeout
 
 ANSWER_S = 0.5
 """How long the store may take to answer; without an answer a job goes on to end, or to start again.
@@ -37,7 +37,7 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(
-        self, *given: Any, handed_on: Container[int], forks: Forks | None, **more: Any
+        self, *given: Any, handed_on: Container[int], forks: ForkServer | None, **more: Any
     ) -> None:
         super().__init__(*given, **more)
         self._forks = forks
@@ -69,8 +69,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if (worker_group.group_world_size or 1) > 1:  # nodes
             store = _store(worker_group)
-            with contextlib.suppress(DistError, Mute):
-                own = within(ANSWER_S, store.clone)  # type: ignore[attr-defined]
+            with contextlib.suppress(DistError, NoAnswer):
+                own = call_with_timeout(ANSWER_S, store.clone)  # type: ignore[attr-defined]
                 self._ear = threading.Thread(target=self._hear, args=(own,), daemon=True)
                 self._ear.start()
         started: dict[int, Any]
@@ -99,10 +99,10 @@ class Agent(LocalElasticAgent):
         if self.before is None and code - 128 not in self._handed_on:
             store = _store(worker_group)
             try:
-                self.before = within(ANSWER_S, lambda: claim(store, code))
+                self.before = call_with_timeout(ANSWER_S, lambda: claim(store, code))
             except DistError:
                 pass
-            except Mute:
+            except NoAnswer:
                 self._ear = None  # in C++ it waits for the same store
 
     def _hear(self, store: Store) -> None:

@@ -25,7 +25,7 @@ def is_set_within(event: threading.Event, seconds: float) -> bool:
 
 
 @contextlib.contextmanager
-def unless_within(seconds: float, end: Callable[[], object]) -> Iterator[None]:
+def call_unless_done(seconds: float, end: Callable[[], object]) -> Iterator[None]:
     """Call `end`, in a thread of its own, unless the block is done within `seconds` in which this
     process runs.
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megapipe.errors import ConfigError, LaunchError
 from megapipe.launch.place import LaunchInfo
 from megapipe.util.lived import await_keys
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ CPU = "cpu"
 _log = logging.getLogger(__name__)
 
 
-class Wanted(Protocol):
+class DeviceKeys(Protocol):
     """Keys of a configuration on devices (``parallel.*``)."""
 
     @property
@@ -94,7 +94,7 @@ def mig_of(environ: Mapping[str, str], index: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class Found:
+class DeviceReport:
     """The device that a process would compute on."""
 
     rank: int
@@ -103,8 +103,8 @@ class Found:
     """Its identity; ``cpu`` where there is none."""
 
 
-def choose(
-    parallel: Wanted, info: LaunchInfo, store: Store, query: Query | None = None
+def choose_device(
+    parallel: DeviceKeys, info: LaunchInfo, store: Store, query: Query | None = None
 ) -> tuple[torch.device, str]:
     """This process' device, and the backend of all groups.
 
@@ -119,17 +119,17 @@ def choose(
     count = query.count()
     index = info.local_rank % count if count else 0
     device = query.identity(index) if count else CPU
-    backend = _agree(parallel, info, store, Found(info.rank, socket.gethostname(), device))
+    backend = _agree(parallel, info, store, DeviceReport(info.rank, socket.gethostname(), device))
     return torch.device("cuda", index) if count else torch.device("cpu"), backend
 
 
-def _agree(parallel: Wanted, info: LaunchInfo, store: Store, own: Found) -> str:
+def _agree(parallel: DeviceKeys, info: LaunchInfo, store: Store, own: DeviceReport) -> str:
     """The backend that rank 0 decides on, when it knows all devices."""
     store.set(f"device {own.rank}", json.dumps(asdict(own)))
     if own.rank == 0:
         keys = [f"device {rank}" for rank in range(info.world)]
         await_keys(store, keys, parallel.timeout_s)
-        found = [Found(**json.loads(store.get(key))) for key in keys]
+        found = [DeviceReport(**json.loads(store.get(key))) for key in keys]
         try:
             verdict = ["backend", decide(parallel, found)]
         except (ConfigError, LaunchError) as error:
@@ -142,7 +142,7 @@ def _agree(parallel: Wanted, info: LaunchInfo, store: Store, own: Found) -> str:
     raise (ConfigError if kind == "ConfigError" else LaunchError)(text)
 
 
-def decide(parallel: Wanted, found: Sequence[Found]) -> str:
+def decide(parallel: DeviceKeys, found: Sequence[DeviceReport]) -> str:
     """The backend for processes that have found these devices; with a warning where
     ``parallel.backend=auto`` is not NCCL though all have one.
 
@@ -166,14 +166,14 @@ def decide(parallel: Wanted, found: Sequence[Found]) -> str:
             f"rank {lacking.rank} on {lacking.host} sees no CUDA device, rank {other.rank} on "
             f"{other.host} does; look at that host, or set parallel.device=cpu"
         )
-    first: dict[str, Found] = {}
+    first: dict[str, DeviceReport] = {}
     for each in found:
         peer = first.setdefault(each.device, each)
         if peer is each:
             continue
         sharing = (
             f"ranks {peer.rank} and {each.rank} on {each.host} share {each.device}: {len(found)} "
-            f"processes for {counted(len({one.device for one in found}), 'GPU')}"
+            f"processes for {count_noun(len({one.device for one in found}), 'GPU')}"
         )
         if parallel.backend == "nccl":
             raise ConfigError(

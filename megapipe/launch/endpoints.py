@@ -34,7 +34,7 @@ class Endpoint(NamedTuple):
         return made
 
 
-class Nodes(NamedTuple):
+class NodeRange(NamedTuple):
     """With how many nodes a job may be started."""
 
     least: int = 1
@@ -49,10 +49,10 @@ class Nodes(NamedTuple):
         return f"{self.least}:{self.most}" if self.elastic else str(self.most)
 
     @staticmethod
-    def read(text: str) -> Nodes:
+    def read(text: str) -> NodeRange:
         """Of ``4`` or ``2:4``. Raises ValueError."""
         least, colon, most = text.partition(":")
-        nodes = Nodes(int(least), int(most if colon else least))
+        nodes = NodeRange(int(least), int(most if colon else least))
         if not 1 <= nodes.least <= nodes.most:
             raise ValueError(text)
         return nodes

@@ -71,7 +71,7 @@ def _another_package() -> bool:
     return here is not None and here.origin is not None and Path(here.origin).resolve() != INIT
 
 
-class Forks:
+class ForkServer:
     """A process that forks ranks, to be made when torch is loaded and there are no threads.
 
     `restore` is called in it, and sets signals to what they are to be in ranks. It ends with this
@@ -97,7 +97,7 @@ class Forks:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         other.close()
 
-    def __enter__(self) -> Forks:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:

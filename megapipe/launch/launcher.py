@@ -33,30 +33,30 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
-from megapipe.command_line import begin_program, check_temporary_folder, say
+from megapipe.command_line import begin_program, check_temporary_folder, print_error
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch import progress
-from megapipe.launch.endpoints import Endpoint, Nodes
-from megapipe.launch.forks import Forks, can_fork
+from megapipe.launch.endpoints import Endpoint, NodeRange
+from megapipe.launch.forks import ForkServer, can_fork
 from megapipe.launch.memory_folder import MemoryFolder
 from megapipe.launch.open_files import allow_connections
 from megapipe.launch.place import NODES, ONE, OPTIONS, spare_threads
-from megapipe.launch.ranks import Ends
+from megapipe.launch.ranks import RankReaper
 from megapipe.launch.signals import NOTICES, STOP_SIGNALS, Listener
 from megapipe.launch.supervisor import Supervisor, line
-from megapipe.words import counted, is_terminal
+from megapipe.words import count_noun, is_terminal
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
     from megapipe.launch.agent import Agent
-    from megapipe.launch.meeting import Meeting
+    from megapipe.launch.meeting import ElasticRendezvous
 
 STOPPED = (signal.SIGTERM, *NOTICES)
 """Those after which a job is to be started again."""
 MONITOR_S = 0.1
 """Time between two looks at the ranks."""
-ONE_NODE = Nodes()
+ONE_NODE = NodeRange()
 RDZV_TIMEOUT_S = 60
 LAST_CALL_S = 30
 ELASTIC_RESTARTS = 3
@@ -71,7 +71,7 @@ def launch(
     command: Sequence[str],
     *,
     nproc: int | None = None,
-    nodes: Nodes = ONE_NODE,
+    nodes: NodeRange = ONE_NODE,
     endpoints: Sequence[Endpoint] = (),
     rdzv_id: str = "",
     rdzv_timeout_s: float = RDZV_TIMEOUT_S,
@@ -91,7 +91,7 @@ def launch(
     """
     check_temporary_folder()
     if is_terminal(sys.stderr):  # somebody waits for a first line
-        what = "a process for each GPU" if nproc is None else counted(nproc, "process")
+        what = "a process for each GPU" if nproc is None else count_noun(nproc, "process")
         print(f"megapipe: starting {what}", file=sys.stderr, flush=True)
     supervisor = Supervisor(restarts, elastic=nodes.elastic)
     with (  # before torch is loaded, for seconds
@@ -110,7 +110,7 @@ def launch(
                 agent = _agent(command, nproc, meeting, relay.handed_on, forks)
                 code = _run(agent, relay, meeting)
             done = progress.read(file) if file is not None else progress.Progress()
-            again = supervisor.again(code, done) if not relay.handed_on else None
+            again = supervisor.decide(code, done) if not relay.handed_on else None
             if again is None or file is None:
                 return code
             meeting.tell(line(again, restarts, done.step))
@@ -122,13 +122,13 @@ def launch(
 
 def _load_torch(
     command: Sequence[str], nproc: int | None, relay: _Relay
-) -> contextlib.AbstractContextManager[Forks | None]:
+) -> contextlib.AbstractContextManager[ForkServer | None]:
     """Load torch; then hear signals, and where the ranks may be forks have who forks them."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
     spare_threads(nproc or 1)
     import torch  # noqa: F401
 
-    forks = Forks(relay.restore) if can_fork(command) else contextlib.nullcontext()
+    forks = ForkServer(relay.restore) if can_fork(command) else contextlib.nullcontext()
     relay.listen()
     return forks
 
@@ -136,7 +136,9 @@ def _load_torch(
 @contextlib.contextmanager
 def _progress_file(restarts: int) -> Iterator[Path | None]:
     """Where the run tells how far it has come, if that is of use."""
-    progress.told(os.environ)  # that of a job in which this one is started is not for it
+    progress.from_environment(
+        os.environ
+    )  # that of a job in which this one is started is not for it
     if restarts == 0:
         yield None
         return
@@ -147,34 +149,36 @@ def _progress_file(restarts: int) -> Iterator[Path | None]:
         try:
             yield path
         finally:
-            progress.told(os.environ)
+            progress.from_environment(os.environ)
 
 
 def _meeting(
     nproc: int,
-    nodes: Nodes,
+    nodes: NodeRange,
     endpoints: Sequence[Endpoint],
     rdzv_id: str,
     rdzv_timeout_s: float,
     last_call_s: float,
-) -> Meeting:
+) -> ElasticRendezvous:
     """This launcher's part in the meetings of all nodes."""
     allow_connections(2 * nodes.most * nproc)  # of the store, and ranks inherit the limit
     spare_threads(nproc)
-    from megapipe.launch.meeting import Meeting
+    from megapipe.launch.meeting import ElasticRendezvous
 
     logging.disable(logging.CRITICAL)  # the agent's account of each signal and failure
-    return Meeting(endpoints, rdzv_id, nodes, reach_s=rdzv_timeout_s, last_call_s=last_call_s)
+    return ElasticRendezvous(
+        endpoints, rdzv_id, nodes, reach_s=rdzv_timeout_s, last_call_s=last_call_s
+    )
 
 
 @contextlib.contextmanager
-def _newcomers(meeting: Meeting, file: Path | None) -> Iterator[None]:
+def _newcomers(meeting: ElasticRendezvous, file: Path | None) -> Iterator[None]:
     """Ask the run to stop when nodes have come that can take part: the first of its nodes does."""
     over = threading.Event()
 
     def look() -> None:
         while file is not None and not over.wait(NEWCOMERS_S):
-            if meeting.place == 0 and meeting.newcomers() and not over.is_set():
+            if meeting.place == 0 and meeting.nodes_waiting() and not over.is_set():
                 asked = progress.read_request(file)
                 progress.write_request(file, asked._replace(regroup=1))
                 return
@@ -190,9 +194,9 @@ def _newcomers(meeting: Meeting, file: Path | None) -> Iterator[None]:
 def _agent(
     command: Sequence[str],
     nproc: int,
-    meeting: Meeting,
+    meeting: ElasticRendezvous,
     handed_on: Container[int],
-    forks: Forks | None,
+    forks: ForkServer | None,
 ) -> Agent:
     """torchrun's agent, for one start of the job."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -214,14 +218,14 @@ def _agent(
     return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), handed_on=handed_on, forks=forks)
 
 
-def _run(agent: Agent, relay: _Relay, meeting: Meeting) -> int:
+def _run(agent: Agent, relay: _Relay, meeting: ElasticRendezvous) -> int:
     """Start the ranks and wait for their end; returns the exit code."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     group = agent.get_worker_group()
     relay.pids = lambda: [worker.id for worker in group.workers if worker.id]
-    ends = Ends(relay.pids, lambda: agent.has_failed, lambda: agent.has_noticed, relay.leave)
+    ends = RankReaper(relay.pids, lambda: agent.has_failed, lambda: agent.has_noticed, relay.leave)
     ends.start()
     try:
         result = agent.run()
@@ -250,7 +254,7 @@ def _exit_code(
         if number in relay.handed_on and number in STOPPED:  # before it could hear it
             if before is not None:  # a scheduler ends this launcher as another has ended
                 return before
-            say(_stopped(signal.Signals(number), "before the ranks had begun"))
+            print_error(_stopped(signal.Signals(number), "before the ranks had begun"))
             return Preempted.exit_code
         if number not in relay.handed_on:
             if before is not None:
@@ -259,7 +263,7 @@ def _exit_code(
                 error = LaunchError(
                     f"rank {rank} was stopped by a signal, and the job has ended without it"
                 )
-                say(error)
+                print_error(error)
                 return error.exit_code
             _say_killed(rank, signal.Signals(number))
         return 128 + number
@@ -296,7 +300,7 @@ class _Relay(Listener):
         if not self.pids():
             if number not in STOPPED:
                 self.leave(128 + number)
-            say(_stopped(number, self._when))
+            print_error(_stopped(number, self._when))
             self.leave(Preempted.exit_code)
         if number not in NOTICES and self.count() > 1:
             killer = threading.Timer(KILL_S, self._kill, [number])
@@ -336,7 +340,7 @@ def _stopped(number: signal.Signals, when: str) -> Preempted:
 def _say_killed(rank: int, number: signal.Signals) -> None:
     """The line for a rank that was killed and could not say it."""
     hint = "; the system does so when memory runs out" if number == signal.SIGKILL else ""
-    say(LaunchError(f"rank {rank} was killed by {number.name}{hint}"))
+    print_error(LaunchError(f"rank {rank} was killed by {number.name}{hint}"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -354,7 +358,7 @@ def parser() -> argparse.ArgumentParser:
         help="processes on this node; default: its number of GPUs, or 1",
     )  # fmt: skip
     top.add_argument(
-        "--nnodes", type=_value(Nodes.read, "N or MIN:MAX"), default=ONE_NODE, metavar="N",
+        "--nnodes", type=_value(NodeRange.read, "N or MIN:MAX"), default=ONE_NODE, metavar="N",
         help="nodes (default 1); MIN:MAX: start and go on with as many as there are of them",
     )  # fmt: skip
     top.add_argument(
@@ -411,9 +415,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return arguments, command
 
 
-def nodes_of(options: Sequence[str]) -> Nodes:
+def nodes_of(options: Sequence[str]) -> NodeRange:
     """Return the nodes that a launcher with these options starts a job on."""
-    nodes: Nodes = parser().parse_args(options).nnodes
+    nodes: NodeRange = parser().parse_args(options).nnodes
     return nodes
 
 
@@ -465,7 +469,7 @@ def write_verdict(path: Path, code: int) -> None:
             if not file.read():
                 file.write(f"{code}\n")
     except OSError as error:
-        say(LaunchError(f"--verdict {path}: {error.strerror}; the exit code is {code}"))
+        print_error(LaunchError(f"--verdict {path}: {error.strerror}; the exit code is {code}"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -486,7 +490,7 @@ def main(argv: Sequence[str]) -> int:
             ends=True,
         )
     except MegapipeError as error:
-        say(error)
+        print_error(error)
         code = error.exit_code
     if arguments.verdict is not None and code:
         write_verdict(arguments.verdict, code)

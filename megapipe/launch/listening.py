@@ -25,7 +25,7 @@ Tell = Callable[[str], object]
 """Takes a line for the user."""
 
 
-def at_home(address: str) -> str:
+def local_address(address: str) -> str:
     """The address by which processes of this host reach what listens at `address` here.
 
     Where that is a name that this host, but no other one, knows as itself, it is the address of the
@@ -62,7 +62,7 @@ def is_here(host: str) -> bool:
 def loopback_hint(address: str) -> str:
     """Say what to give in the place of an address that is loopback on this host, as the end of an
     error of hosts that do not meet there; empty where it is not."""
-    home = at_home(address)
+    home = local_address(address)
     if not is_loopback(home):
         return ""
     number = _resolved(home, 0)[1][0]
@@ -76,14 +76,14 @@ def loopback_hint(address: str) -> str:
 def listen(address: str, port: int, what: str, tell: Tell) -> socket.socket | None:
     """A socket that listens at `address` and no other one of this host; port 0: any that is free.
 
-    It is at :func:`at_home` of the address. None where torch has to listen on all interfaces, and
-    `tell` is given a line that says so of `what` listens: the address is another's that leads here,
-    as that of a service, or a name that this host, but no other one, knows as itself, and no
+    It is at :func:`local_address` of the address. None where torch has to listen on all interfaces,
+    and `tell` is given a line that says so of `what` listens: the address is another's that leads
+    here, as that of a service, or a name that this host, but no other one, knows as itself, and no
     interface is named. Where one is, the line says at which address, as others may look for that
     name at another. None, without a line, also for what torch will tell. Raises OSError where the
     port is taken.
     """
-    home = at_home(address)
+    home = local_address(address)
     try:
         made = _bound(address, home, port, what, tell)
     except _NotHere:
@@ -105,7 +105,7 @@ def listen_beside(address: str, port: int, what: str, tell: Tell) -> tuple[socke
     address:port is reached; at all of them, of which `tell` is given a line, where this host, but
     no other one, knows `address` as itself and no interface is named. Raises OSError.
     """
-    home = at_home(address)
+    home = local_address(address)
     with contextlib.suppress(_NotHere):
         here = _bound(address, home, 0, what, tell)
         if here is not None:

@@ -32,21 +32,21 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from megapipe.errors import LaunchError
-from megapipe.launch.endpoints import Endpoint, Nodes
+from megapipe.launch.endpoints import Endpoint, NodeRange
 from megapipe.launch.listening import (
     STORE,
     Tell,
-    at_home,
     is_here,
     listen,
     listen_beside,
+    local_address,
     loopback_hint,
 )
 from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.stores import ANSWER_S, open_tcp_store
 from megapipe.util import heartbeat
-from megapipe.util.answers import Mute, within
-from megapipe.words import counted
+from megapipe.util.answers import NoAnswer, call_with_timeout
+from megapipe.words import count_noun
 
 LOOK_S = 0.25
 """Time between two signs of life, and between two looks at those of others."""
@@ -67,7 +67,7 @@ TELL_S = 10.0
 T = TypeVar("T")
 
 
-class Meeting(RendezvousHandler):
+class ElasticRendezvous(RendezvousHandler):
     """The rounds of a job named `job`, as one of its launchers takes part in them.
 
     `reach_s` is how long to look for the store, `last_call_s` how long to wait for more nodes than
@@ -78,7 +78,7 @@ class Meeting(RendezvousHandler):
         self,
         endpoints: Sequence[Endpoint],
         job: str,
-        nodes: Nodes,
+        nodes: NodeRange,
         *,
         reach_s: float,
         last_call_s: float,
@@ -124,7 +124,8 @@ class Meeting(RendezvousHandler):
         pass
 
     def num_nodes_waiting(self) -> int:
-        """None that torchrun's agent is to take in by ending the ranks; see :meth:`newcomers`."""
+        """None that torchrun's agent is to take in by ending the ranks; see
+        :meth:`nodes_waiting`."""
         return 0
 
     def shutdown(self) -> bool:
@@ -142,7 +143,7 @@ class Meeting(RendezvousHandler):
             try:
                 self._store = self._store or self._enter()
                 info = self._take_part()
-            except (DistError, Mute):  # its host has ended or cannot be reached
+            except (DistError, NoAnswer):  # its host has ended or cannot be reached
                 self._store, self._round = None, 0
                 self._pulses = _Pulses(self._ask)  # rounds of another store have the same numbers
             else:
@@ -159,22 +160,22 @@ class Meeting(RendezvousHandler):
 
     def _say(self, news: str) -> None:
         if news and self.place == 0:
-            heartbeat.say(news)
+            heartbeat.print_notice(news)
 
     def _doubt(self, line: str) -> None:
         """Tell a line on where a store listens, of several stores once."""
         if line not in self._doubts:
             self._doubts.add(line)
-            heartbeat.say(line)
+            heartbeat.print_notice(line)
 
-    def newcomers(self) -> int:
+    def nodes_waiting(self) -> int:
         """How many nodes wait for the next round, of which some could be taken in now.
 
         To be asked by one of the members, while the ranks are running.
         """
         if self.members == self.nodes.most or self._store is None:
             return 0
-        with contextlib.suppress(DistError, Mute):
+        with contextlib.suppress(DistError, NoAnswer):
             arrived = self._ask(lambda store: store.add(f"{self._round}/arrived", 0))
             late = {*range(1, arrived + 1)} - {*self._tickets}
             return sum(self._pulses.fresh(self._round, ticket) for ticket in late)
@@ -197,7 +198,7 @@ class Meeting(RendezvousHandler):
                 return PrefixStore(f"megapipe/{self._job}", store)
             if unknown and not told:
                 told = True
-                heartbeat.say(
+                heartbeat.print_notice(
                     f"this host knows no {' and no '.join(unknown)} (--rdzv-endpoint); looking for "
                     f"{self._reach_s:g} s, as names may come late"
                 )
@@ -215,7 +216,7 @@ class Meeting(RendezvousHandler):
         found = []
         for host in dict.fromkeys(endpoint.host for endpoint in self._endpoints):
             try:
-                within(left(), partial(socket.getaddrinfo, host, None))
+                call_with_timeout(left(), partial(socket.getaddrinfo, host, None))
             except OSError:
                 found.append(host)
         return found
@@ -227,7 +228,7 @@ class Meeting(RendezvousHandler):
             if endpoint.host in unknown:
                 continue
             with contextlib.suppress(OSError, RuntimeError, ValueError):
-                place = at_home(endpoint.host), endpoint.port
+                place = local_address(endpoint.host), endpoint.port
                 socket.create_connection(place, timeout=min(REACH_S, left())).close()
                 self._at = endpoint
                 return open_tcp_store(*place, ANSWER_S, answer_s=min(ANSWER_S, left()))
@@ -238,7 +239,7 @@ class Meeting(RendezvousHandler):
         for turn, endpoint in enumerate(self._endpoints):
             if waited < turn * TURN_S or endpoint.host in unknown or not is_here(endpoint.host):
                 continue
-            place = at_home(endpoint.host), endpoint.port
+            place = local_address(endpoint.host), endpoint.port
             try:
                 listening = listen(*endpoint, STORE, self._doubt)
             except OSError as error:
@@ -266,7 +267,7 @@ class Meeting(RendezvousHandler):
         at = Endpoint(end.host, end.port)
         try:
             store = own_store or open_tcp_store(*at, self._reach_s)
-        except (Mute, RuntimeError, ValueError) as error:
+        except (NoAnswer, RuntimeError, ValueError) as error:
             raise RendezvousConnectionError(f"the first node at {at}: {error}") from None
         return _info(store, at, self.place, self.members)
 
@@ -300,7 +301,7 @@ class Meeting(RendezvousHandler):
                 self._tell(arrived if first != ticket else len(alive))
             if now - began > JOIN_S:
                 raise RendezvousTimeoutError(
-                    f"fewer than {counted(self.nodes.least, 'node')} came within {JOIN_S:g} s"
+                    f"fewer than {count_noun(self.nodes.least, 'node')} came within {JOIN_S:g} s"
                     f"{loopback_hint(self._at.host)}"
                 )
             time.sleep(LOOK_S)
@@ -327,8 +328,8 @@ class Meeting(RendezvousHandler):
 
     def _await_next(self, here: int, ticket: int) -> None:
         """Wait, with signs of life, until a round is over that this node was late for."""
-        heartbeat.say(
-            f"{counted(len(self._tickets), 'node')} of {self.nodes} train already: waiting at "
+        heartbeat.print_notice(
+            f"{count_noun(len(self._tickets), 'node')} of {self.nodes} train already: waiting at "
             f"{self._at} to be taken in"
         )
         while int(self._ask(lambda store: store.get("round"))) == here:
@@ -336,16 +337,17 @@ class Meeting(RendezvousHandler):
             time.sleep(LOOK_S)
 
     def _tell(self, there: int) -> None:
-        heartbeat.say(
+        heartbeat.print_notice(
             f"{there} of {self.nodes} nodes are at {self._at}; waiting for the others "
             "(megapipe.launch with the same --rdzv-id)"
         )
 
     def _ask(self, call: Callable[[Store], T]) -> T:
-        """The store's answer; raises :class:`Mute` where it gives none, as it may do for ever."""
+        """The store's answer; raises :class:`NoAnswer` where it gives none, as it may do for
+        ever."""
         store = self._store
         assert store is not None
-        return within(ANSWER_S, lambda: call(store))
+        return call_with_timeout(ANSWER_S, lambda: call(store))
 
 
 class _End(NamedTuple):

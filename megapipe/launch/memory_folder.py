@@ -36,17 +36,17 @@ class MemoryFolder:
         self._root = root
 
     def __enter__(self) -> MemoryFolder:
-        told(os.environ)  # that of a job in which this one is started is not for it
+        from_environment(os.environ)  # that of a job in which this one is started is not for it
         if self._wanted:
             clear_leftovers(self._root)
             with contextlib.suppress(OSError):
                 self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._root))
-                (self.path / OWNER).write_text(json.dumps(asdict(heartbeat.Owner.me())))
+                (self.path / OWNER).write_text(json.dumps(asdict(heartbeat.Owner.this_process())))
                 os.environ[ENVIRONMENT] = str(self.path)
         return self
 
     def __exit__(self, *_: object) -> None:
-        told(os.environ)
+        from_environment(os.environ)
         self.remove()
 
     def remove(self) -> None:
@@ -60,7 +60,7 @@ class MemoryFolder:
         os._exit(code)
 
 
-def told(environ: MutableMapping[str, str]) -> Path | None:
+def from_environment(environ: MutableMapping[str, str]) -> Path | None:
     """The folder that a launcher has made, if one has; jobs that this process starts are not
     told."""
     name = environ.pop(ENVIRONMENT, None)

@@ -81,7 +81,7 @@ def _write(path: Path, offset: int, content: bytes) -> None:
         os.close(handle)
 
 
-def told(environ: MutableMapping[str, str]) -> Path | None:
+def from_environment(environ: MutableMapping[str, str]) -> Path | None:
     """Where a launcher waits for the record, if one does; jobs that this process starts are not
     told."""
     name = environ.pop(ENVIRONMENT, None)

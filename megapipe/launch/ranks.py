@@ -21,7 +21,7 @@ LATE_S = 1.0
 """How long after the last rank has failed and ended its agent may take to notice."""
 
 
-class Ends(threading.Thread):
+class RankReaper(threading.Thread):
     """Kills ranks that are stopped where another has ended or the job `has_failed`, and calls
     `late` with the exit code where all have ended, one failed, and the agent, which asks for it
     first, has not noticed."""

@@ -21,10 +21,10 @@ from megapipe.errors import ConfigError, DataError, LaunchError
 from megapipe.launch.listening import (
     STORE,
     Tell,
-    at_home,
     is_here,
     is_loopback,
     listen,
+    local_address,
     loopback_hint,
     own_address,
 )
@@ -32,7 +32,7 @@ from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.place import LaunchInfo, spare_threads
 from megapipe.launch.stores import open_tcp_store
 from megapipe.util import heartbeat
-from megapipe.util.answers import Mute
+from megapipe.util.answers import NoAnswer
 from megapipe.util.lived import await_keys
 from megapipe.util.processes import machine
 from megapipe.words import ranges
@@ -51,7 +51,7 @@ class RendezvousError(LaunchError):
     """The processes cannot meet in the store."""
 
 
-def open_store(info: LaunchInfo, timeout_s: float, tell: Tell = heartbeat.say) -> Store:
+def open_store(info: LaunchInfo, timeout_s: float, tell: Tell = heartbeat.print_notice) -> Store:
     """Meet at the rendezvous store; `tell` is given lines for the user. Raises
     :class:`RendezvousError` naming host and port."""
     import torch  # noqa: F401, before a part of it: another thread may be loading it
@@ -61,7 +61,7 @@ def open_store(info: LaunchInfo, timeout_s: float, tell: Tell = heartbeat.say) -
         return PrefixStore("megapipe", HashStore())
     if info.joined:
         return _store_of_group(info)
-    if is_loopback(at_home(info.address)) and (problem := loopback_problem()) is not None:
+    if is_loopback(local_address(info.address)) and (problem := loopback_problem()) is not None:
         raise RendezvousError(problem)
     try:
         store = _tcp_store(info, timeout_s, tell)
@@ -83,7 +83,7 @@ def join_group(info: LaunchInfo) -> LaunchInfo:
     import torch.distributed as dist
 
     told = info.launched and (info.rank, info.world) == (dist.get_rank(), dist.get_world_size())
-    if not told or (info.local_world < info.world and is_loopback(at_home(info.address))):
+    if not told or (info.local_world < info.world and is_loopback(local_address(info.address))):
         raise RendezvousError(
             "this process is in a process group already, of which RANK, WORLD_SIZE, LOCAL_RANK, "
             "LOCAL_WORLD_SIZE and MASTER_ADDR do not tell: expected these variables, as torchrun "
@@ -132,7 +132,7 @@ def _tcp_store(info: LaunchInfo, timeout_s: float, tell: Tell) -> Store:
     else:
 
         def connect(left: float) -> None:
-            place = (at_home(info.address), info.port)
+            place = (local_address(info.address), info.port)
             socket.create_connection(place, timeout=left).close()
 
         hint = "" if info.hosted else "; look whether rank 0 was started, and how it ended"
@@ -140,15 +140,15 @@ def _tcp_store(info: LaunchInfo, timeout_s: float, tell: Tell) -> Store:
         _until_there(connect, info, timeout_s, tell, hint)
     try:
         return open_tcp_store(
-            at_home(info.address),
+            local_address(info.address),
             info.port,
             timeout_s,
             world=info.world,
             hosts=info.hosts,
             listening=listening,
         )
-    except Mute as error:
-        raise Mute(f"{error}; set MASTER_PORT to another") from None
+    except NoAnswer as error:
+        raise NoAnswer(f"{error}; set MASTER_PORT to another") from None
 
 
 def _until_there(

@@ -29,12 +29,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from megapipe.command_line import say, show_trace
+from megapipe.command_line import print_error, show_trace
 from megapipe.errors import Interrupted, LaunchError, MegapipeError, Preempted
-from megapipe.launch.deadline import is_set_within, unless_within
+from megapipe.launch.deadline import call_unless_done, is_set_within
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
-from megapipe.launch.speaking import is_speaker, speaks_alone
+from megapipe.launch.speaking import is_error_owner, may_print_alone
 from megapipe.util.paths import temporary_folder_problem
 
 if TYPE_CHECKING:
@@ -133,10 +133,10 @@ class Shutdown:
         from torch.distributed import DistNetworkError, DistStoreError
 
         try:
-            with unless_within(self.timeout_s, self._mute):
+            with call_unless_done(self.timeout_s, self._mute):
                 store: Store = self._store.clone()  # type: ignore[attr-defined]
             while not self._leaving.is_set():
-                late = unless_within(SIGN_S + self.timeout_s, self._mute)
+                late = call_unless_done(SIGN_S + self.timeout_s, self._mute)
                 with late, contextlib.suppress(DistStoreError):
                     store.wait([FAILED], datetime.timedelta(seconds=SIGN_S))
                     self._known = int(store.get(FAILED))
@@ -154,7 +154,7 @@ class Shutdown:
         error = LaunchError(f"rank {self.info.rank} lost {self._place()}: no answer for {seconds}")
         self._leaving.set()
         self._say_alone(error)
-        with unless_within(GRACE_S, lambda: os._exit(error.exit_code)):
+        with call_unless_done(GRACE_S, lambda: os._exit(error.exit_code)):
             self.cleanup()
         os._exit(error.exit_code)
 
@@ -167,7 +167,7 @@ class Shutdown:
         self.linger_s = HANG_LINGER_S
         self.answer_s = HANG_ANSWER_S
         code = self._end_beside(error)
-        with unless_within(GRACE_S, lambda: os._exit(code)):
+        with call_unless_done(GRACE_S, lambda: os._exit(code)):
             self.cleanup()
         os._exit(code)
 
@@ -177,8 +177,8 @@ class Shutdown:
 
     def _say_alone(self, error: MegapipeError) -> None:
         """Say it if this process is one that speaks where the store cannot be asked."""
-        if not self._said and is_speaker(self.info):
-            say(error, trace=self.trace)
+        if not self._said and is_error_owner(self.info):
+            print_error(error, trace=self.trace)
         self._said = True
 
     def _deadline(self, error: MegapipeError) -> contextlib.AbstractContextManager[None]:
@@ -189,7 +189,7 @@ class Shutdown:
             self._say_alone(type(error)(f"{error}; {self._place()} does not answer"))
             os._exit(error.exit_code)
 
-        return unless_within(self.answer_s or ANSWER_S, end)
+        return call_unless_done(self.answer_s or ANSWER_S, end)
 
     def report(self, error: MegapipeError, *, said: bool = False) -> int:
         """End on an error: print it, once per job, unless it is `said` already.
@@ -202,7 +202,7 @@ class Shutdown:
         with self._deadline(error):
             first = self._claim(error.exit_code)
         if first and not self._said:
-            say(error, trace=self.trace)
+            print_error(error, trace=self.trace)
         self.leave(error.exit_code)
         return error.exit_code
 
@@ -221,12 +221,12 @@ class Shutdown:
         from torch.distributed import DistError
 
         error = interrupted(self.info, number.name, 128 + number)
-        late = unless_within(INTERRUPT_S, lambda: os._exit(error.exit_code))
+        late = call_unless_done(INTERRUPT_S, lambda: os._exit(error.exit_code))
         with contextlib.suppress(DistError), late:
             if self.info.world > 1:
                 store: Store = self._store.clone()  # type: ignore[attr-defined]
                 if claim(store, error.exit_code) is None:
-                    say(error)
+                    print_error(error)
                 if self.info.hosts:
                     store.wait(["all left"], datetime.timedelta(seconds=INTERRUPT_S))
 
@@ -295,7 +295,7 @@ class Shutdown:
         self._ender.acquire()
         self._leaving.set()
         seconds = ANSWER_S + self.linger_s * self.lingers
-        with contextlib.suppress(DistError), unless_within(seconds, lambda: os._exit(code)):
+        with contextlib.suppress(DistError), call_unless_done(seconds, lambda: os._exit(code)):
             if self._store.add("left", 1) == self.info.world:
                 self._store.set("all left", "")
             if self.lingers:
@@ -308,7 +308,7 @@ class Shutdown:
         try:
             return claim(self._store, exit_code) is None
         except DistError:
-            return self._known is None and speaks_alone(self.info)
+            return self._known is None and may_print_alone(self.info)
 
     def _failure_of_peer(self, seconds: float) -> int | None:
         """The exit code that another rank failed with, if one says so within `seconds`."""
@@ -340,7 +340,7 @@ def interrupt_early(info: LaunchInfo, number: signal.Signals) -> None:
     that is to host the store."""
     if info.world == 1 or info.port == 0 or info.hosts or info.ended_by_launcher:
         return
-    late = unless_within(EARLY_S, lambda: os._exit(128 + number))
+    late = call_unless_done(EARLY_S, lambda: os._exit(128 + number))
     with contextlib.suppress(RendezvousError), late:
         Shutdown(info, open_store(info, INTERRUPT_S, lambda line: None)).interrupt(number)
 
@@ -365,10 +365,10 @@ def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) ->
     """
     if info.port == 0 or temporary_folder_problem() is not None:
         if info.local_rank == 0:
-            say(error, trace=trace)
+            print_error(error, trace=trace)
         return error.exit_code
     if info.rank == 0:
-        say(error, trace=trace)
+        print_error(error, trace=trace)
         if info.world == 1 or info.ended_by_launcher:
             return error.exit_code
     elif info.ended_by_launcher and isinstance(error, Preempted):
@@ -377,7 +377,7 @@ def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) ->
         try:
             store = open_store(info, PATIENCE_S, lambda line: None)
             if info.rank > 0:
-                with unless_within(PATIENCE_S + ANSWER_S, lambda: os._exit(error.exit_code)):
+                with call_unless_done(PATIENCE_S + ANSWER_S, lambda: os._exit(error.exit_code)):
                     _hear_from_first(store)
             early = Shutdown(info, store, linger_s=PATIENCE_S, trace=trace)
             # a launcher of several nodes ends with its ranks, and the first one has the store
@@ -386,8 +386,8 @@ def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) ->
             return early.report(error, said=info.rank == 0)
         except RendezvousError:
             pass
-    if info.rank > 0 and speaks_alone(info):
-        say(error, trace=trace)
+    if info.rank > 0 and may_print_alone(info):
+        print_error(error, trace=trace)
     return error.exit_code
 
 

@@ -66,7 +66,7 @@ def report(device: torch.device | None = None) -> Iterator[str]:
     device = device or torch.device("cuda", torch.cuda.current_device())
     rate = cycles_per_second()
     for name, run in calls(device):
-        waited, seconds = tried(run, int(SECONDS * rate))
+        waited, seconds = waits_for_spin(run, int(SECONDS * rate))
         yield f"{'waits' if waited else 'ok':5}  {seconds * 1e3:9.1f} ms  {name}"
     for blocks in BLOCKS:
         seconds = product_beside(blocks, device, int(SECONDS * rate))
@@ -80,7 +80,7 @@ def cycles_per_second() -> float:
     return cycles / _timed(lambda: torch.cuda._sleep(cycles))
 
 
-def tried(run: Callable[[], object], cycles: int) -> tuple[bool, float]:
+def waits_for_spin(run: Callable[[], object], cycles: int) -> tuple[bool, float]:
     """Whether a call of the host returns only when a kernel on another stream is over, and the
     seconds that it takes."""
     side = torch.cuda.Stream()

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from megapipe.util.answers import Mute, within
+from megapipe.util.answers import NoAnswer, call_with_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -56,8 +56,8 @@ def open_tcp_store(
 
     `timeout_s` is that of later calls, `answer_s` how long the store may take to answer, besides
     what the name server takes: torch asks it for the names of both ends. torch's client would wait
-    for ever for the answer of a port that something else listens on. Raises :class:`Mute`, and what
-    torch raises: RuntimeError, ValueError.
+    for ever for the answer of a port that something else listens on. Raises :class:`NoAnswer`, and
+    what torch raises: RuntimeError, ValueError.
     """
     from torch.distributed import TCPStore
 
@@ -74,6 +74,6 @@ def open_tcp_store(
 
     more = _NameLookup(address).allowance
     try:
-        return within(ANSWER_S if answer_s is None else answer_s, connect, more=more)
-    except Mute:
-        raise Mute("what listens there is no rendezvous store") from None
+        return call_with_timeout(ANSWER_S if answer_s is None else answer_s, connect, more=more)
+    except NoAnswer:
+        raise NoAnswer("what listens there is no rendezvous store") from None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megapipe.errors import Preempted, TooManyRestarts
 from megapipe.launch.progress import Progress
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 FAULTS = (1, 4, 9)
 """Exit codes of faults that may go away by themselves: an unexpected exception, as of a device, a
@@ -17,7 +17,7 @@ LONGEST_S = 60.0
 """The longest wait before a start."""
 
 
-class Again(NamedTuple):
+class RestartDecision(NamedTuple):
     """The next start of a job."""
 
     number: int
@@ -42,7 +42,7 @@ class Supervisor:
         self._number = 0
         self._before = 0
 
-    def again(self, code: int, progress: Progress) -> Again | None:
+    def decide(self, code: int, progress: Progress) -> RestartDecision | None:
         """The start after one that has ended with an exit code and done so many steps; None if
         there is to be none. Raises :class:`TooManyRestarts`.
 
@@ -58,7 +58,7 @@ class Supervisor:
         if code == 1 and progress.first == 0 and not trained:
             return None
         if self._elastic and code == Preempted.exit_code and not progress.ends:
-            return Again(0, 0.0, self._before)
+            return RestartDecision(0, 0.0, self._before)
         if not _is_fault(code):
             return None
         if progress.step > self._best:
@@ -71,12 +71,14 @@ class Supervisor:
         if self._number > self._limit:
             far = f"came no further than step {self._best}" if trained else "did no step"
             raise TooManyRestarts(
-                f"{counted(self._limit, 'start')} in a row {far}; the last ended with exit code "
+                f"{count_noun(self._limit, 'start')} in a row {far}; the last ended with exit code "
                 f"{code}"
             )
         if progress.first >= 0:
             self._last = progress
-        return Again(self._number, min(2.0 ** (self._number - 1), LONGEST_S), self._before)
+        return RestartDecision(
+            self._number, min(2.0 ** (self._number - 1), LONGEST_S), self._before
+        )
 
 
 def _is_fault(code: int) -> bool:
@@ -84,7 +86,7 @@ def _is_fault(code: int) -> bool:
     return code in FAULTS or (code > 128 and code not in by_users)
 
 
-def line(again: Again, limit: int, step: int) -> str:
+def line(again: RestartDecision, limit: int, step: int) -> str:
     """A line for the user on a start."""
     place = f"step {step}" if step >= 0 else "a start without a step"
     if again.number == 0:

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from megapipe.context.documents import within_documents
-from megapipe.context.entries import Entry, entries
+from megapipe.context.entries import ScoreRect, score_rects
 from megapipe.context.packs import joined, together
 from megapipe.context.positions import Positions
-from megapipe.ops.block_attention import BlockKernel
-from megapipe.ops.documents import Documents, Runs, runs_of
-from megapipe.ops.packed_kernels import PackedKernel
-from megapipe.ops.score_blocks import ScoreBlocks
-from megapipe.ops.scores import PLAIN, Scores
+from megapipe.ops.block_attention import TileKernel
+from megapipe.ops.documents import Documents, VarlenLengths, varlen_lengths
+from megapipe.ops.packed_kernels import PackedTileKernel
+from megapipe.ops.score_blocks import ScoreTile
+from megapipe.ops.scores import PLAIN, ScoreModifiers
 
 
-class BlockCall(ABC):
+class AttentionTile(ABC):
     """A call, forward or backward, of tensors of all rows: q, out and their gradients [s, b, heads,
     d], k, v and theirs [t, b, groups, d], lse [b, heads, s].
 
@@ -30,25 +30,29 @@ class BlockCall(ABC):
     """
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Entry, Tensor, Tensor]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[ScoreRect, Tensor, Tensor]]:
         """Output and LSE."""
 
     @abstractmethod
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Iterator[tuple[Entry, tuple[Tensor, Tensor, Tensor]]]:
+    ) -> Iterator[tuple[ScoreRect, tuple[Tensor, Tensor, Tensor]]]:
         """Gradients of q, k and v."""
 
 
 @dataclass(frozen=True)
-class OneBlock(BlockCall):
+class SingleTile(AttentionTile):
     """A rectangle."""
 
-    entry: Entry
-    kernel: BlockKernel
+    entry: ScoreRect
+    kernel: TileKernel
     scale: float | None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Entry, Tensor, Tensor]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[ScoreRect, Tensor, Tensor]]:
         entry = self.entry
         block, lse = self.kernel.forward(
             q=rows_of(q, entry.queries, entry),
@@ -61,7 +65,7 @@ class OneBlock(BlockCall):
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Iterator[tuple[Entry, tuple[Tensor, Tensor, Tensor]]]:
+    ) -> Iterator[tuple[ScoreRect, tuple[Tensor, Tensor, Tensor]]]:
         entry = self.entry
         found = self.kernel.backward(
             grad=rows_of(grad, entry.queries, entry),
@@ -80,26 +84,30 @@ class OneBlock(BlockCall):
 class Pack:
     """Rectangles that one call computes, behind each other."""
 
-    parts: tuple[Entry, ...]
+    parts: tuple[ScoreRect, ...]
     """Their rows, of one sample each; those that follow each other in it are one part."""
-    runs: Runs
+    runs: VarlenLengths
     """Where each of them ends."""
 
     @classmethod
-    def of(cls, rectangles: Sequence[Entry], device: torch.device) -> Pack:
+    def of(cls, rectangles: Sequence[ScoreRect], device: torch.device) -> Pack:
         """Of rectangles that are all causal or none."""
-        return cls(joined(rectangles), runs_of([entry.sizes for entry in rectangles], device))
+        return cls(
+            joined(rectangles), varlen_lengths([entry.sizes for entry in rectangles], device)
+        )
 
 
 @dataclass(frozen=True)
-class PackedBlocks(BlockCall):
+class PackedTiles(AttentionTile):
     """Many rectangles."""
 
     pack: Pack
-    kernel: PackedKernel
+    kernel: PackedTileKernel
     scale: float | None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Entry, Tensor, Tensor]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[ScoreRect, Tensor, Tensor]]:
         out, lse = self.kernel.forward(
             q=self._queries(q),
             k=self._keys(k),
@@ -113,7 +121,7 @@ class PackedBlocks(BlockCall):
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Iterator[tuple[Entry, tuple[Tensor, Tensor, Tensor]]]:
+    ) -> Iterator[tuple[ScoreRect, tuple[Tensor, Tensor, Tensor]]]:
         grad_q, grad_k, grad_v = self.kernel.backward(
             grad=self._queries(grad),
             q=self._queries(q),
@@ -137,7 +145,7 @@ class PackedBlocks(BlockCall):
         """[t, b, groups, d] -> [keys, groups, d]."""
         return _behind_each_other([x[entry.keys, entry.row] for entry in self.pack.parts])
 
-    def _places(self) -> Iterator[tuple[Entry, slice, slice]]:
+    def _places(self) -> Iterator[tuple[ScoreRect, slice, slice]]:
         """Each part, and which rows and keys are its."""
         row = key = 0
         for entry in self.pack.parts:
@@ -147,18 +155,18 @@ class PackedBlocks(BlockCall):
 
 
 @dataclass(frozen=True)
-class Rows:
+class TileRows:
     """The positions of the rows of each member, and how scores are made of them."""
 
     queries: tuple[Positions, ...]
     keys: tuple[Positions, ...]
-    scores: Scores = PLAIN
+    scores: ScoreModifiers = PLAIN
     documents: Documents | None = None
     """Those at which attention ends, of all positions."""
 
     def calls(
-        self, queries: int, keys: int, kernel: BlockKernel, packed: PackedKernel | None
-    ) -> Iterator[BlockCall]:
+        self, queries: int, keys: int, kernel: TileKernel, packed: PackedTileKernel | None
+    ) -> Iterator[AttentionTile]:
         """Calls for the scores between the queries of a member and the keys of another.
 
         One for each rectangle; but with a kernel that takes many, one for all that
@@ -167,29 +175,31 @@ class Rows:
         scale = self.scores.scale
         if packed is None or self.documents is None:
             for entry in self.entries(queries, keys):
-                yield OneBlock(entry, self._kernel(kernel, queries, keys, entry), scale)
+                yield SingleTile(entry, self._kernel(kernel, queries, keys, entry), scale)
             return
         assert self.scores.plain
         for one in self._packs(queries, keys, self.documents):
             if isinstance(one, Pack):
-                yield PackedBlocks(one, packed, scale)
+                yield PackedTiles(one, packed, scale)
             else:
-                yield OneBlock(one, kernel, scale)
+                yield SingleTile(one, kernel, scale)
 
-    def entries(self, queries: int, keys: int) -> Sequence[Entry]:
+    def entries(self, queries: int, keys: int) -> Sequence[ScoreRect]:
         """These scores, as rectangles."""
         q, k, documents = self.queries[queries], self.keys[keys], self.documents
-        found = entries(q, k)
+        found = score_rects(q, k)
         if documents is None:
             return found
         ids = documents.ids.numpy()
-        inside: list[Entry] = documents.kept((q, k), lambda: [*within_documents(found, q, k, ids)])
+        inside: list[ScoreRect] = documents.kept(
+            (q, k), lambda: [*within_documents(found, q, k, ids)]
+        )
         return inside
 
-    def _packs(self, queries: int, keys: int, documents: Documents) -> Sequence[Entry | Pack]:
+    def _packs(self, queries: int, keys: int, documents: Documents) -> Sequence[ScoreRect | Pack]:
         """These scores, as rectangles alone and packs of them; kept for all layers."""
 
-        def make() -> list[Entry | Pack]:
+        def make() -> list[ScoreRect | Pack]:
             groups = together(
                 self.entries(queries, keys), self.queries[queries].count, len(documents.ids)
             )
@@ -199,18 +209,18 @@ class Rows:
             ]
 
         key = ("packs", self.queries[queries], self.keys[keys])
-        found: list[Entry | Pack] = documents.kept(key, make)
+        found: list[ScoreRect | Pack] = documents.kept(key, make)
         return found
 
-    def _kernel(self, plain: BlockKernel, queries: int, keys: int, entry: Entry) -> BlockKernel:
+    def _kernel(self, plain: TileKernel, queries: int, keys: int, entry: ScoreRect) -> TileKernel:
         """The kernel of an entry: `plain`, if that computes such scores."""
         if self.scores.plain:
             return plain
         if self.scores.slopes is None:
-            return ScoreBlocks(self.scores)
+            return ScoreTile(self.scores)
         q = self.queries[queries].rows(entry.queries.start, entry.queries.stop)
         k = self.keys[keys].rows(entry.keys.start, entry.keys.stop)
-        return ScoreBlocks(self.scores, (q, k))
+        return ScoreTile(self.scores, (q, k))
 
 
 def heads_of(rows: Tensor) -> Tensor:
@@ -218,12 +228,12 @@ def heads_of(rows: Tensor) -> Tensor:
     return rows.permute(1, 2, 0, 3)
 
 
-def rows_of(x: Tensor, rows: slice, entry: Entry) -> Tensor:
+def rows_of(x: Tensor, rows: slice, entry: ScoreRect) -> Tensor:
     """Positions of [s, b, heads, d], of the entry's samples: [b or 1, heads, n, d]."""
     return heads_of(x[rows] if entry.row is None else x[rows, entry.row : entry.row + 1])
 
 
-def lse_of(lse: Tensor, entry: Entry) -> Tensor:
+def lse_of(lse: Tensor, entry: ScoreRect) -> Tensor:
     """LSE [b, heads, s] of an entry's queries and samples."""
     here = lse[..., entry.queries]
     return here if entry.row is None else here[entry.row : entry.row + 1]

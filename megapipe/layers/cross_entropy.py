@@ -13,10 +13,10 @@ from torch.autograd import Function
 
 from megapipe.distributed.collectives import all_gather
 from megapipe.distributed.mesh import Axis
-from megapipe.ops.loss import Labels, TorchLoss, combine, gradient, loss_dtype
+from megapipe.ops.loss import Labels, TorchLoss, gradient, loss_dtype, merge_vocab_stats
 
 
-def exchange(shares: Tensor, tp: Axis) -> Tensor:
+def gather_vocab_stats(shares: Tensor, tp: Axis) -> Tensor:
     """Each rank's shares [3, n] -> those of all, [tp, 3, n]. One collective."""
     return all_gather(shares, tp).unflatten(0, (tp.size, 3))
 
@@ -26,7 +26,9 @@ class _CrossEntropy(Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int) -> Tensor:
         x = logits.to(loss_dtype(logits.dtype), copy=True).flatten(0, -2)
         places = Labels.of(labels.flatten(), x.shape[-1], tp.index, vocab_size)
-        losses, factor = combine(exchange(TorchLoss().shares(x, places), tp), tp.index)
+        losses, factor = merge_vocab_stats(
+            gather_vocab_stats(TorchLoss().local_stats(x, places), tp), tp.index
+        )
         ctx.save_for_backward(x, places.column, places.elsewhere, factor)
         ctx.numbers = places.columns, places.tp_index
         ctx.like = logits.dtype, logits.shape

@@ -16,7 +16,7 @@ from megapipe.distributed.collectives import (
     all_reduce,
     done,
     reduce_scatter,
-    start_gathering,
+    start_all_gather_new,
 )
 from megapipe.layers.parameter import (
     Sharding,
@@ -65,7 +65,7 @@ class _WordTask:
         if not sharding.sequence_split:
             return self.grad
         if self._whole is None:
-            self._whole, self._arrived = start_gathering(self.grad, sharding.tp)
+            self._whole, self._arrived = start_all_gather_new(self.grad, sharding.tp)
         return self._whole
 
 

@@ -27,8 +27,8 @@ from megapipe.distributed.collectives import (
     all_reduce,
     done,
     reduce_scatter,
+    start_all_gather_new,
     start_all_reduce,
-    start_gathering,
     start_reduce_scatter,
 )
 from megapipe.layers.parameter import Sharding, new_parameter
@@ -70,7 +70,7 @@ class LinearTask:
         self._arrived()
         whole, self.whole = self.whole, None
         if whole is not None:
-            left, right = (left, whole) if layer.rows_split else (whole, right)
+            left, right = (left, whole) if layer.splits_outputs else (whole, right)
         add_product(layer.weight, left, right, layer.sharding.kernels.accumulate)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -79,8 +79,8 @@ class LinearTask:
     def _gather(self) -> None:
         sharding = self.layer.sharding
         if sharding.sequence_split and self.whole is None:
-            shard = self.x if self.layer.rows_split else self.grad
-            self.whole, self._arrived = start_gathering(shard, sharding.tp)
+            shard = self.x if self.layer.splits_outputs else self.grad
+            self.whole, self._arrived = start_all_gather_new(shard, sharding.tp)
 
 
 class ParallelLinear(nn.Module):
@@ -88,14 +88,14 @@ class ParallelLinear(nn.Module):
 
     weight: Parameter
     bias: Parameter | None
-    rows_split: ClassVar[bool]
+    splits_outputs: ClassVar[bool]
     """Whether tp splits the rows of the weight (the outputs) or its columns (the inputs)."""
 
     def __init__(
         self, sharding: Sharding, weight: ParameterSpec, bias: ParameterSpec | None = None
     ) -> None:
         super().__init__()
-        dim = len(weight.shape) - (2 if self.rows_split else 1)
+        dim = len(weight.shape) - (2 if self.splits_outputs else 1)
         whole = weight.split_dim is None and sharding.tp.size == 1
         assert whole or weight.split_dim == dim, f"{weight.name}: split over {weight.split_dim}"
         self.sharding = sharding
@@ -123,7 +123,7 @@ class ParallelLinear(nn.Module):
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
         split = self.sharding.tp.size if self.sharding.sequence_split else 1
-        length = x.shape[0] * split if self.rows_split else x.shape[0] // split
+        length = x.shape[0] * split if self.splits_outputs else x.shape[0] // split
         return length, *x.shape[1:-1], len(self.matrix())
 
 
@@ -221,7 +221,7 @@ class ColumnParallelLinear(ParallelLinear):
     With `graph_only` the output has a graph but no values: nothing is gathered and no GEMM is done.
     """
 
-    rows_split = True
+    splits_outputs = True
 
     def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
         if self.frozen:
@@ -235,7 +235,7 @@ class ColumnParallelLinear(ParallelLinear):
         return column_input_grad(grad, self.matrix(), self.sharding)
 
 
-def on_every_rank(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
+def replicated_linear(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
     """A layer that every tp rank holds, and applies to the positions that it has."""
     layer = ColumnParallelLinear(sharding.unsplit(), spec)
     layer.weight = new_parameter(sharding, spec)  # whose gradient may be that of some positions
@@ -263,8 +263,8 @@ class _RowFunction(Function):
             grad_x = torch.mm(task.grad, layer.matrix())
             queue.put(task)
             return grad_x.view_as(x), None, None, None
-        whole, gathered = start_gathering(task.grad, sharding.tp)
-        queue.beside()
+        whole, gathered = start_all_gather_new(task.grad, sharding.tp)
+        queue.run_postponed()
         gathered()
         if queue.at_once:
             task.whole = whole
@@ -279,7 +279,7 @@ class RowParallelLinear(ParallelLinear):
     With `graph_only` the output has a graph but no values: no GEMM and no reduction are done.
     """
 
-    rows_split = False
+    splits_outputs = False
 
     def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
         if self.frozen:

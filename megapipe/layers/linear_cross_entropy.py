@@ -24,11 +24,11 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from megapipe.distributed.collectives import all_gather
-from megapipe.layers.cross_entropy import exchange, masked_sum
+from megapipe.layers.cross_entropy import gather_vocab_stats, masked_sum
 from megapipe.layers.linear import ColumnParallelLinear, start_sum
 from megapipe.layers.policy import loss_chunk
 from megapipe.layers.weight_grad import add_product
-from megapipe.ops.loss import Labels, LossKernel, combine, loss_dtype
+from megapipe.ops.loss import Labels, LossKernel, loss_dtype, merge_vocab_stats
 
 
 class _Chunk(NamedTuple):
@@ -81,7 +81,7 @@ class _Loss:
             if logits is not scratch:
                 logits[:n].copy_(scratch[:n])
             slope = self._cap(logits[:n])
-            gathered = exchange(kernel.shares(logits[:n], here), tp)
+            gathered = gather_vocab_stats(kernel.local_stats(logits[:n], here), tp)
             yield _Chunk(tokens, x[tokens], logits[:n], here, gathered, scratch[:n], slope)
 
     def _cap(self, logits: Tensor) -> Tensor | None:
@@ -105,7 +105,7 @@ class _Loss:
         """The sum of the unmasked losses."""
         index = self.head.sharding.tp.index
         chunks = self.chunks(self.whole(hidden))
-        return self.total([combine(chunk.gathered, index).losses for chunk in chunks])
+        return self.total([merge_vocab_stats(chunk.gathered, index).losses for chunk in chunks])
 
     def backward(self, hidden: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the unmasked losses, and the gradient of `hidden` for `grad` [] of the sum.

@@ -20,9 +20,9 @@ from megapipe.layers.linear import (
     ColumnParallelLinear,
     ParallelLinear,
     RowParallelLinear,
-    on_every_rank,
+    replicated_linear,
 )
-from megapipe.layers.lora_specs import Rows
+from megapipe.layers.lora_specs import RowSlice
 from megapipe.layers.parameter import Sharding
 from megapipe.layers.specs import ParameterSpec
 
@@ -32,7 +32,7 @@ class AdapterSpec(NamedTuple):
 
     a: ParameterSpec
     b: ParameterSpec
-    rows: Rows
+    rows: RowSlice
 
 
 class Adapter(nn.Module):
@@ -44,11 +44,11 @@ class Adapter(nn.Module):
         self.a: ParallelLinear
         self.b: ParallelLinear
         if spec.b.split:
-            self.a = on_every_rank(sharding, spec.a)
+            self.a = replicated_linear(sharding, spec.a)
             self.b = ColumnParallelLinear(sharding, spec.b)
         else:
             self.a = RowParallelLinear(sharding, spec.a)
-            self.b = on_every_rank(sharding, spec.b)
+            self.b = replicated_linear(sharding, spec.b)
 
     def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
         y: Tensor = self.b(self.a(x) * self.scale, graph_only)
@@ -76,7 +76,7 @@ class _Added(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, rows: Sequence[Rows], graph_only: bool, *added: Tensor
+        ctx: Any, y: Tensor, rows: Sequence[RowSlice], graph_only: bool, *added: Tensor
     ) -> Tensor:
         ctx.rows = rows
         if not graph_only:
@@ -92,6 +92,6 @@ class _Added(Function):
         return grad, None, None, *parts
 
 
-def _part(y: Tensor, rows: Rows) -> Tensor:
+def _part(y: Tensor, rows: RowSlice) -> Tensor:
     """Some rows of y [s, b, out]: [s, b, groups, parts, width]."""
     return y.unflatten(-1, rows.shape)[..., rows.start : rows.stop, :]

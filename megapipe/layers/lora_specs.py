@@ -31,7 +31,7 @@ class Lora(NamedTuple):
         return cls(config.rank, scale, tuple(config.targets))
 
 
-class Rows(NamedTuple):
+class RowSlice(NamedTuple):
     """Rows of a matrix [out, in] that an adapter adds to.
 
     The rows are seen as [groups, parts, width]: those of some consecutive parts of each group. The
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
         return out // self.shape[1] * (self.stop - self.start)
 
 
-ALL_ROWS = Rows((1, 1, -1), 0, 1)
+ALL_ROWS = RowSlice((1, 1, -1), 0, 1)
 
 
 def adapter(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from megapipe.context.positions import Positions
-from megapipe.context.split import HeldPositions
+from megapipe.context.split import LocalPositions
 from megapipe.layers.scratch import Scratch
 from megapipe.ops.documents import Documents
 
@@ -42,7 +42,7 @@ class MicroBatch:
     """Number of the first row in the global batch."""
     start: int = 0
     """Number of the first position among those here, where these are a slice of the sequence."""
-    held: HeldPositions | None = None
+    local_positions: LocalPositions | None = None
     """Which positions of the sequence are here, where it is split over context-parallel ranks; by
     default all, in order."""
     positions: Tensor | None = None
@@ -63,8 +63,8 @@ class MicroBatch:
         """Return the same micro-batch with an empty `recompute_scratch`."""
         return replace(self, recompute_scratch=Scratch())
 
-    def here(self, rows: int) -> Positions:
+    def positions_of(self, rows: int) -> Positions:
         """The positions of so many rows of hidden states."""
-        if self.held is None:
+        if self.local_positions is None:
             return Positions.whole(rows, self.start)
-        return self.held.own.rows(self.start, self.start + rows)
+        return self.local_positions.own.rows(self.start, self.start + rows)

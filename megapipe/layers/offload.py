@@ -13,10 +13,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from megapipe.layers.policy import BlockPolicy
-from megapipe.layers.recompute import Keeping, Segment, keep, recompute, recompute_but_attention
+from megapipe.layers.recompute import (
+    SavePolicy,
+    Segment,
+    recompute,
+    recompute_except_attention,
+    save_all,
+)
 
 
-class HostMemory:
+class ActivationOffload:
     """Keeps the tensors that the segments of one stage save for the backward in host memory.
 
     On CUDA the host's copies are pinned, and copies run on a side stream; the first tensor that
@@ -33,7 +39,13 @@ class HostMemory:
         self._last = None
 
     def offload(
-        self, inner: Keeping, segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False
+        self,
+        inner: SavePolicy,
+        segment: Segment,
+        x: Tensor,
+        /,
+        *rest: Any,
+        graph_only: bool = False,
     ) -> Tensor:
         """Run `segment` as `inner` does, but keep in host memory the activations that it saves.
 
@@ -183,10 +195,10 @@ class _Parcel:
         return tensor.set_(storage, packed.offset, packed.size, packed.stride)
 
 
-def keeping(policy: BlockPolicy, module: str, host: HostMemory) -> Keeping:
+def save_policy(policy: BlockPolicy, module: str, host: ActivationOffload) -> SavePolicy:
     """The way of keeping that `policy` has for a module of a block; `host` is the stage's."""
-    again: Keeping = recompute
+    again: SavePolicy = recompute
     if policy.keeps_attention and module in ("block", "attention"):
-        again = recompute_but_attention
-    inner = again if module in policy.recompute else keep
+        again = recompute_except_attention
+    inner = again if module in policy.recompute else save_all
     return partial(host.offload, inner) if module in policy.offload else inner

@@ -81,7 +81,7 @@ class RowLinear(Linear):
     parallel = RowParallelLinear
 
 
-def own_parameter(
+def user_parameter(
     parameter: Parameter, name: str, *, is_embedding: bool = False, use: int | None = None
 ) -> ParameterSpec:
     """The spec of a plain parameter, with the values that it has now.
@@ -94,7 +94,7 @@ def own_parameter(
         shape=tuple(parameter.shape),
         role="embedding" if is_embedding else "matrix" if parameter.dim() == 2 else "vector",
         decay=parameter.dim() >= 2,
-        by_autograd=True,
+        grad_by_autograd=True,
         tied=use is not None,
         use=use or 0,
         initial=InitialValues(parameter.detach()),

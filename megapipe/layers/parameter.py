@@ -2,7 +2,7 @@
 
 A rank has one region of a tensor, or some indices of its first dimension that need not be
 neighbours and may change (:class:`OwnedIndices`). Whoever saves, loads or compares values asks
-:meth:`LocalParameter.placed`.
+:meth:`LocalParameter.global_regions`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Sharding:
 
     sequence: Axis = field(default_factory=Axis.alone)
     """The ranks with parts of the same sequences, which are of tp and of cp."""
-    copy: int = 0
+    tp_replica: int = 0
     """Which of the tensor-parallel ranks that compute the same this is, where `tp` is one alone."""
 
     def unsplit(self) -> Sharding:
         """For a layer that every tensor-parallel rank computes alike."""
-        return replace(self, tp=Axis.alone(), sequence_parallel=False, copy=self.tp.index)
+        return replace(self, tp=Axis.alone(), sequence_parallel=False, tp_replica=self.tp.index)
 
     @cached_property
     def sequence_split(self) -> bool:
@@ -60,7 +60,7 @@ class Sharding:
 class OwnedIndices(Protocol):
     """Indices of the first dimension of a tensor that a rank owns, which may change."""
 
-    def runs(self) -> Iterator[range]:
+    def ranges(self) -> Iterator[range]:
         """Yield the indices in order, neighbouring ones together."""
 
 
@@ -77,12 +77,12 @@ class LocalParameter(ParameterSpec):
     sizes: tuple[int, ...]
     owners: OwnedIndices | None = field(default=None, compare=False, repr=False)
     """Indices of the first dimension that the rank has, of a parameter that is split over ep."""
-    counted: bool = True
+    is_primary: bool = True
     """This rank counts what it owns of it in norms and writes it to checkpoints: of the ranks of
     tp or etp that hold the same values only the first does."""
 
     @cached_property
-    def partial(self) -> bool:
+    def grad_is_partial(self) -> bool:
         """Whether this rank's gradient is one of the parts that are summed over tp."""
         return self.sequence_partial or self.heads_partial
 
@@ -90,7 +90,9 @@ class LocalParameter(ParameterSpec):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def placed(self, local: Region | None = None) -> Iterator[tuple[tuple[slice, ...], Region]]:
+    def global_regions(
+        self, local: Region | None = None
+    ) -> Iterator[tuple[tuple[slice, ...], Region]]:
         """Where the global tensor has a region of this rank's, by default all of it: an index into
         that, and the region there, one after the other. Padding is nowhere."""
         local = local or whole(self.sizes)
@@ -110,7 +112,7 @@ class LocalParameter(ParameterSpec):
             yield whole(self.sizes), Region(self.offsets, self.sizes)
             return
         inner, start = self.offsets[1:], 0
-        for run in self.owners.runs():
+        for run in self.owners.ranges():
             sizes = (len(run), *self.sizes[1:])
             yield Region((start, *(0 for _ in inner)), sizes), Region((run.start, *inner), sizes)
             start += len(run)
@@ -147,7 +149,7 @@ def local_parameter(
     given["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
     given["heads_partial"] = spec.heads_partial and sharding.tp.size > 1
     offsets, sizes = region
-    return LocalParameter(**given, offsets=offsets, sizes=sizes, owners=owners, counted=counted)
+    return LocalParameter(**given, offsets=offsets, sizes=sizes, owners=owners, is_primary=counted)
 
 
 def make_parameter(local: LocalParameter, dtype: torch.dtype) -> Parameter:
@@ -163,7 +165,7 @@ def new_parameter(sharding: Sharding, spec: ParameterSpec) -> Parameter:
     offsets = [0] * len(sizes)
     if spec.split_dim is not None:
         offsets[spec.split_dim] = sizes[spec.split_dim] * tp.index
-    counted = spec.split or tp.index == sharding.copy == 0
+    counted = spec.split or tp.index == sharding.tp_replica == 0
     region = tuple(offsets), sizes
     return make_parameter(local_parameter(sharding, spec, region, counted), sharding.dtype)
 

@@ -39,7 +39,7 @@ class BlockPolicy:
         return bool(self.offload & {"norm", "block"})
 
 
-class Span(NamedTuple):
+class BlockSpan(NamedTuple):
     """Consecutive blocks with one policy; where it recomputes whole blocks, they rerun together."""
 
     blocks: int

@@ -1,9 +1,9 @@
 """How a segment of a model keeps what its backward needs.
 
-A segment is a function from one tensor to one tensor. It can :func:`keep` what autograd saves,
+A segment is a function from one tensor to one tensor. It can :func:`save_all` what autograd saves,
 :func:`recompute` it in the backward from its input (Chen et al., 1604.06174; of modules of a layer:
 Korthikanti et al., 2205.05198), or offload what it would keep to host memory
-(:class:`~megapipe.layers.offload.HostMemory`).
+(:class:`~megapipe.layers.offload.ActivationOffload`).
 
 Segments end in one of the project's linear layers, which queue their weight gradients
 (:mod:`megapipe.layers.weight_grad`). A segment that is run again has ``graph_only`` set: the linear
@@ -31,15 +31,16 @@ Segment = Callable[..., Tensor]
 """(x, *rest, graph_only) -> y; with `graph_only` the output has no value."""
 
 
-class Keeping(Protocol):
-    """A way to run a segment that decides what is kept for its backward, such as :func:`keep`."""
+class SavePolicy(Protocol):
+    """A way to run a segment that decides what is kept for its backward, such as
+    :func:`save_all`."""
 
     def __call__(
         self, segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = ...
     ) -> Tensor: ...
 
 
-def keep(segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False) -> Tensor:
+def save_all(segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False) -> Tensor:
     """Keep all that autograd saves."""
     return segment(x, *rest, graph_only=graph_only)
 
@@ -54,7 +55,7 @@ def recompute(segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = Fal
     return _Recomputed.apply(x, segment, rest)
 
 
-def recompute_but_attention(
+def recompute_except_attention(
     segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False
 ) -> Tensor:
     """The same of a segment that attends, whose second argument is the micro-batch: results of
@@ -86,7 +87,7 @@ class _Recomputed(Function):
         return x.grad, None, None
 
 
-class Entrance:
+class StageInput:
     """Receives the gradient of a stage's input without holding the input.
 
     A leaf, the usual input of a graph, is held by its gradient accumulator; here the graph alone
@@ -103,7 +104,7 @@ class Entrance:
 
 class _Entrance(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, entrance: Entrance) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, entrance: StageInput) -> Tensor:
         ctx.entrance = entrance
         return x.view_as(x)
 

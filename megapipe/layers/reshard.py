@@ -12,7 +12,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import start_all_to_all
 
 
-def reshard(x: Tensor, split_dim: int, gather_dim: int, axis: Axis) -> Tensor:
+def ulysses_all_to_all(x: Tensor, split_dim: int, gather_dim: int, axis: Axis) -> Tensor:
     """`x`, split over the n members of `axis` along `gather_dim`, split along `split_dim` instead.
 
     [..., S, ..., G / n, ...] -> [..., S / n, ..., G, ...], the members' parts in their order.

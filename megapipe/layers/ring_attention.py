@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megapipe.context.plan import UNDER_WAY, Kind, Message, Part, Plan, What
+from megapipe.context.plan import UNDER_WAY, Kind, Message, Plan, RankPlan, What
 from megapipe.context.tensors import RingTensors
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, reduce_scatter
-from megapipe.distributed.exchange import Exchange, Letter, start_exchange
-from megapipe.layers.block_calls import BlockCall, Rows, heads_of, lse_of, rows_of
-from megapipe.ops.block_attention import BlockKernel, accumulation, merge, output_along
-from megapipe.ops.packed_kernels import PackedKernel
+from megapipe.distributed.exchange import PeerMessage, PendingExchange, start_exchange
+from megapipe.layers.block_calls import AttentionTile, TileRows, heads_of, lse_of, rows_of
+from megapipe.ops.block_attention import TileKernel, accumulation, merge, output_along
+from megapipe.ops.packed_kernels import PackedTileKernel
 
 Tensors = tuple[Tensor, ...]
 Results = tuple[Tensor, Tensor]
@@ -44,13 +44,13 @@ class Ring:
     """That of the forward, or one in which queries travel in the place of keys."""
     gathers: bool
     """Keys are gathered at once, in the place of their visits."""
-    kernel: BlockKernel
-    packed: PackedKernel | None = None
+    kernel: TileKernel
+    packed: PackedTileKernel | None = None
     """Computes many blocks in one call, where attention ends at documents."""
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, ring: Ring, rows: Rows, known: Results | None = None
+    q: Tensor, k: Tensor, v: Tensor, ring: Ring, rows: TileRows, known: Results | None = None
 ) -> tuple[Tensor, Results]:
     """q [s, b, heads, d], k and v [t, b, groups, d] of this rank's rows -> [s, b, heads, d].
 
@@ -70,7 +70,7 @@ class _RingAttention(Function):
         k: Tensor,
         v: Tensor,
         ring: Ring,
-        rows: Rows,
+        rows: TileRows,
         known: Results | None,
     ) -> Results:
         if known is None:
@@ -103,9 +103,9 @@ class _Run(ABC):
     def __init__(
         self,
         ring: Ring,
-        rows: Rows,
+        rows: TileRows,
         plan: Plan,
-        parts: Sequence[Part],
+        parts: Sequence[RankPlan],
         own: Mapping[Kind, Tensors],
     ) -> None:
         self.ring, self.rows, self.plan = ring, rows, plan
@@ -114,8 +114,8 @@ class _Run(ABC):
         part = parts[self.me]
         self.pairs, self.messages = part.pairs, () if ring.gathers else part.messages
         self._bundles: dict[Bundle, Tensors] = {}
-        self._arriving: dict[Message, tuple[Tensors, Exchange]] = {}
-        self._sent: list[Exchange] = []
+        self._arriving: dict[Message, tuple[Tensors, PendingExchange]] = {}
+        self._sent: list[PendingExchange] = []
         self._needed = part.needed
         self._incoming: dict[tuple[str, Bundle], list[Message]] = defaultdict(list)
         for message in (each for exchange in self.messages for each in exchange):
@@ -163,7 +163,7 @@ class _Run(ABC):
         """Send and expect the messages before a round, or after the last."""
         messages = self.messages[number] if number < len(self.messages) else ()
         sends = [
-            Letter(tensor.contiguous(), message.target)
+            PeerMessage(tensor.contiguous(), message.target)
             for message in messages
             if message.source == self.me
             for tensor in self.content(message)
@@ -172,7 +172,7 @@ class _Run(ABC):
             self._sent.pop(0).sent()
         expected = {m: self.memory(m.what, m.kind) for m in messages if m.target == self.me}
         receives = [
-            Letter(tensor, message.source)
+            PeerMessage(tensor, message.source)
             for message, tensors in expected.items()
             for tensor in tensors
         ]
@@ -187,7 +187,7 @@ class _Run(ABC):
         for home, pair in enumerate(all_gather(own, self.ring.axis)):
             self._bundles["keys", home] = (pair[0], pair[1])
 
-    def calls(self, queries: int, keys: int) -> Iterator[BlockCall]:
+    def calls(self, queries: int, keys: int) -> Iterator[AttentionTile]:
         """Of kernels, for the scores of a pair of bundles."""
         return self.rows.calls(queries, keys, self.ring.kernel, self.ring.packed)
 
@@ -214,7 +214,7 @@ class _Run(ABC):
 class _Forward(_Run):
     backward = False
 
-    def __init__(self, ring: Ring, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, ring: Ring, rows: TileRows, q: Tensor, k: Tensor, v: Tensor) -> None:
         own: dict[Kind, Tensors] = {"queries": (q,), "keys": (k, v)}
         super().__init__(ring, rows, ring.forward, ring.forward.forward_parts, own)
         self._results: dict[int, Tensors] = {}
@@ -263,7 +263,7 @@ class _Backward(_Run):
     def __init__(
         self,
         ring: Ring,
-        rows: Rows,
+        rows: TileRows,
         q: Tensor,
         k: Tensor,
         v: Tensor,

@@ -68,7 +68,7 @@ class ParameterSpec:
     summed over tp."""
     heads_partial: bool = False
     """A rank's gradient covers its heads only: it is summed over tp."""
-    by_autograd: bool = False
+    grad_by_autograd: bool = False
     """Autograd itself computes the gradient, within ``I``; the others' are queued for ``W``."""
     inner_dim: int | None = None
     """Of what is split over ep, the dimension split over etp; None: every rank of etp holds all."""
@@ -91,7 +91,7 @@ class ParameterSpec:
         return self.split_dim is not None or self.inner_dim is not None
 
     @property
-    def multiplied(self) -> bool:
+    def is_matmul(self) -> bool:
         """Whether the gradient is a product of matrices; that of an embedding adds up rows."""
         return self.role in ("matrix", "head")
 
@@ -148,14 +148,18 @@ def norm(name: str, hidden: int, *, bias: bool, fill: float = 1.0) -> Iterator[P
             shape=(hidden,),
             fill=first,
             sequence_partial=True,
-            by_autograd=True,
+            grad_by_autograd=True,
         )
 
 
 def head_norm(name: str, head_dim: int, fill: float = 1.0) -> ParameterSpec:
     """Weight of an rmsnorm over each of a tp rank's heads, which every tp rank holds."""
     return ParameterSpec(
-        name=f"{name}.weight", shape=(head_dim,), fill=fill, heads_partial=True, by_autograd=True
+        name=f"{name}.weight",
+        shape=(head_dim,),
+        fill=fill,
+        heads_partial=True,
+        grad_by_autograd=True,
     )
 
 
@@ -221,6 +225,8 @@ def by_name(parameters: Iterable[ParameterSpec]) -> dict[str, ParameterSpec]:
     return named
 
 
-def held_numel(parameters: Iterable[ParameterSpec], tp: int, ep: int = 1, etp: int = 1) -> int:
+def local_numel_total(
+    parameters: Iterable[ParameterSpec], tp: int, ep: int = 1, etp: int = 1
+) -> int:
     """Values that one rank keeps, padding included; a tied matrix once."""
     return sum(spec.local_numel(tp, ep, etp) for spec in by_name(parameters).values())

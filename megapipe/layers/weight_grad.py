@@ -41,7 +41,7 @@ class WeightGradTask(Protocol):
         """The tensors that the task keeps alive."""
 
 
-Watch = Callable[[Parameter, Iterable[Parameter]], None]
+GradObserver = Callable[[Parameter, Iterable[Parameter]], None]
 """Called with a parameter that has got a gradient, and those whose gradients are queued."""
 
 
@@ -53,7 +53,7 @@ class WeightGradQueue:
         self._filling: list[WeightGradTask] | None = None
         self.at_once = False
         """Run tasks instead of collecting them."""
-        self.watch: Watch | None = None
+        self.watch: GradObserver | None = None
 
     def open(self, key: Hashable) -> None:
         """Collect tasks for `key` from here on; a key's tasks are collected once."""
@@ -62,14 +62,14 @@ class WeightGradQueue:
 
     def put(self, *tasks: WeightGradTask, later: bool = False) -> None:
         """Queue `tasks`, or run them if `at_once` is set. With `later` they wait even then: for the
-        next collective (:meth:`beside`), or the end of the backward."""
+        next collective (:meth:`run_postponed`), or the end of the backward."""
         assert self._filling is not None, "a backward pass ran outside the engine"
         if self.at_once and not later:
             self._run_in_turn(list(tasks))
         else:
             self._filling.extend(tasks)
 
-    def beside(self) -> None:
+    def run_postponed(self) -> None:
         """With `at_once`, run the tasks put for later, beside a collective that has begun."""
         if self.at_once and self._filling:
             self._run_in_turn(self._filling)

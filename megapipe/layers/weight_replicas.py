@@ -27,20 +27,20 @@ class WeightReplicas(Protocol):
     def zero_grad(self) -> None:
         """Begin a step."""
 
-    def begin(self) -> None:
+    def start_broadcast(self) -> None:
         """Start to send the weights here to their replicas, if they have changed since."""
 
-    def bring(self) -> None:
+    def wait_broadcast(self) -> None:
         """Wait for the weights of the replicas here."""
 
-    def changed(self) -> None:
+    def mark_stale(self) -> None:
         """Note that weights have changed, or are about to."""
 
-    def start_home(self) -> tuple[Tensor, Wait] | None:
+    def start_grad_return(self) -> tuple[Tensor, Wait] | None:
         """Start to send the gradients of the replicas here to their owners."""
 
-    def add(self, received: Tensor) -> None:
+    def add_returned_grads(self, received: Tensor) -> None:
         """Add gradients of replicas to those of the weights here."""
 
-    def shared(self) -> Iterator[SharedTensor]:
+    def replicated_weights(self) -> Iterator[SharedTensor]:
         """Yield the tensors here that have replicas or are some."""

@@ -7,14 +7,14 @@ from typing import Any
 
 from megapipe.config.activations import ActivationsConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.policy import BlockPolicy, Span
-from megapipe.model.interface import Repeated
+from megapipe.layers.policy import BlockPolicy, BlockSpan
+from megapipe.model.interface import UniformRecompute
 from megapipe.model.partition import StageSpec
 
 
-def stage_spans(
+def block_policies(
     config: ActivationsConfig, stages: Sequence[StageSpec], again: Collection[int] = ()
-) -> tuple[tuple[Span, ...], ...]:
+) -> tuple[tuple[BlockSpan, ...], ...]:
     """The spans of each stage's blocks, in order.
 
     Stages in `again` are recomputed as a whole, by their policy or by the schedule; their blocks
@@ -35,17 +35,17 @@ def stage_spans(
         treated = BlockPolicy(*_modules(config, policy), config.keep_attention)
         counts = [min(whole, affected - start) for start in range(0, affected, whole)]
         others = BlockPolicy(keeps_attention=config.keep_attention)
-        rest = [Span(layers - affected, others)] if affected < layers else []
-        spans.append((*(Span(count, treated) for count in counts), *rest))
+        rest = [BlockSpan(layers - affected, others)] if affected < layers else []
+        spans.append((*(BlockSpan(count, treated) for count in counts), *rest))
     return tuple(spans)
 
 
-def repeated(config: ActivationsConfig) -> Repeated | None:
+def uniform_recompute(config: ActivationsConfig) -> UniformRecompute | None:
     """The policy that all layers share; None if it depends on a layer's stage."""
     if config.blocks is not None or not isinstance(config.policy, str):
         return None
     policy = BlockPolicy(*_modules(config, config.policy), config.keep_attention)
-    return Repeated(policy, config.span, config.policy == "stage")
+    return UniformRecompute(policy, config.span, config.policy == "stage")
 
 
 def recomputed_stages(config: ActivationsConfig, stages: int) -> frozenset[int]:

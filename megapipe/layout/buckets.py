@@ -54,7 +54,7 @@ class Sized(NamedTuple):
     """Split over tp; otherwise every tp rank holds the same values."""
 
 
-class Cut(NamedTuple):
+class BucketCut(NamedTuple):
     """Parameters of a stage that are reduced together."""
 
     names: frozenset[str]
@@ -62,7 +62,7 @@ class Cut(NamedTuple):
     """Where they would begin in one buffer of the whole stage."""
 
 
-def cut(parameters: Iterable[Sized], least: int | None) -> list[Cut]:
+def cut(parameters: Iterable[Sized], least: int | None) -> list[BucketCut]:
     """Cut a stage's parameters, in forward order, into buckets of at least `least` values.
 
     Buckets come in the order in which a backward completes them: matrices that are split over tp,
@@ -79,12 +79,12 @@ def cut(parameters: Iterable[Sized], least: int | None) -> list[Cut]:
         names.append(each.name)
         full = least is not None and stop - start >= least
         if start == 0 or (full and start % ALIGNMENT == 0):
-            cuts.append(Cut(frozenset(names), start))
+            cuts.append(BucketCut(frozenset(names), start))
             stop, names = start, []
     if len(cuts) < 2:
-        return [Cut(frozenset(each.name for each in listed), 0)]
+        return [BucketCut(frozenset(each.name for each in listed), 0)]
     rest = frozenset(each.name for each in listed if not (each.decays and each.split))
-    return [*cuts, Cut(rest, aligned(total))] if rest else cuts
+    return [*cuts, BucketCut(rest, aligned(total))] if rest else cuts
 
 
 def chunk_length(chunk_mib: float | None, size: int) -> int | None:
@@ -93,7 +93,7 @@ def chunk_length(chunk_mib: float | None, size: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Group:
+class BucketGroup:
     """Processes that share a bucket, or a slice of it: some copies of its parameters, at each of
     some pipeline indices."""
 
@@ -128,9 +128,9 @@ class BucketPlan:
     tp: int
     ep: int
     etp: int
-    shard: Group
+    shard: BucketGroup
     """Processes that own different slices of equal length."""
-    replicate: Group
+    replicate: BucketGroup
     """Processes that own the same slice."""
     zero: int
     """ZeRO stage of the process: the one of the buckets with most copies."""
@@ -170,7 +170,7 @@ class BucketPlan:
         return self.parameters[0].frozen
 
     @property
-    def in_runs(self) -> bool:
+    def reduced_per_run(self) -> bool:
         """Whether ZeRO-2 and 3 reduce it, if it has several slices, after each run of a stage's
         weight gradients."""
         return self.zero >= 2 and not (self.shared or self.slots or self.frozen)
@@ -179,20 +179,20 @@ class BucketPlan:
     def sharded_grads(self) -> bool:
         """Whether its gradients are reduced after each run of a stage's weight gradients, and have
         memory until then; otherwise they are reduced once a step."""
-        return self.in_runs and not self.alone
+        return self.reduced_per_run and not self.is_unsharded
 
     @property
     def sharded_weights(self) -> bool:
         """Whether its weights have memory only while a stage computes with them."""
-        return self.zero == 3 and not self.alone
+        return self.zero == 3 and not self.is_unsharded
 
     @property
     def late(self) -> bool:
         """Whether its gradients are reduced at the end of a step, whenever they are complete."""
-        return self.slots > 0 or (self.in_runs and self.alone)
+        return self.slots > 0 or (self.reduced_per_run and self.is_unsharded)
 
     @property
-    def copies(self) -> int:
+    def replica_numel(self) -> int:
         """Values of replicas on one rank, in all their slots."""
         if not self.slots:
             return 0
@@ -200,30 +200,30 @@ class BucketPlan:
         return sum(self._values([p]) // indices[p.name] for p in self.parameters) * self.slots
 
     @property
-    def alone(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether no other process has another slice of it."""
         return self.shard.members == 1
 
     @property
-    def of_heads(self) -> int:
+    def head_partial_numel(self) -> int:
         """Values whose gradients each tp rank has of its heads alone."""
         of_heads = self._values(spec for spec in self.parameters if spec.heads_partial)
         return of_heads if self.tp > 1 else 0
 
     @property
-    def whole(self) -> int:
+    def replicated_numel(self) -> int:
         """Values of parameters that every tp rank holds whole, with shards of its own."""
         return self._values(spec for spec in self.parameters if not (spec.split or spec.over_ep))
 
     @property
-    def multiplied(self) -> int:
+    def matmul_numel(self) -> int:
         """Values of parameters whose gradients are matrix products; an embedding's are not."""
-        return self._values(spec for spec in self.parameters if spec.multiplied)
+        return self._values(spec for spec in self.parameters if spec.is_matmul)
 
     @property
-    def norms(self) -> int:
+    def norm_numel(self) -> int:
         """Values of parameters whose gradients autograd computes within I."""
-        return self._values(spec for spec in self.parameters if spec.by_autograd)
+        return self._values(spec for spec in self.parameters if spec.grad_by_autograd)
 
     def _values(self, parameters: Iterable[ParameterSpec]) -> int:
         """Count the values of these parameters on one rank."""
@@ -276,7 +276,7 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
         holders = placement.holders(stage)
         yield from buckets(stage, own, holders, shared=len(holders) > 1)
     first, last = placement.holders(0), placement.holders(layout.stages - 1)
-    linked, uses = layout.links_tied, len({spec.use for spec in tied})
+    linked, uses = layout.tied_embedding_is_linked, len({spec.use for spec in tied})
     link, updates = (first[0], last[0]) if linked else None, not linked or rank in first
     ends = [rank] if linked else [*first, *last]
     for bucket in buckets(layout.stages, tied, ends, shared=True):
@@ -285,7 +285,7 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
 
 def _groups(
     config: Config, layout: Layout, rank: int, holders: Sequence[int], *, over_ep: bool
-) -> tuple[Group, Group]:
+) -> tuple[BucketGroup, BucketGroup]:
     """Find who shards and who replicates a bucket of pipeline indices `holders`, for `rank`."""
     copies = layout.edp if over_ep else layout.dp_cp
     own, every = ((0,), (0,)) if layout.in_process else ((rank,), tuple(holders))
@@ -293,7 +293,7 @@ def _groups(
     if over_ep and layout.ep_ranks != layout.tp:
         name = "edp"
 
-    def group(members: int, stride: int, pp_indices: tuple[int, ...]) -> Group:
+    def group(members: int, stride: int, pp_indices: tuple[int, ...]) -> BucketGroup:
         """`members` copies, `stride` apart, at each of the pipeline indices."""
         parts = []
         if members > 1:
@@ -302,7 +302,7 @@ def _groups(
         if len(pp_indices) > 1:
             whole = len(pp_indices) == layout.pp and not parts
             parts.append("pp" if whole else f"pp[{','.join(map(str, pp_indices))}]")
-        return Group("*".join(parts) or name, members, stride, pp_indices, over_ep)
+        return BucketGroup("*".join(parts) or name, members, stride, pp_indices, over_ep)
 
     zero, shard_size = layout.replicas.zero, config.optimizer.shard_size
     if zero == 0:

@@ -16,14 +16,14 @@ from megapipe.errors import ConfigError
 from megapipe.layout.data_checks import check_data
 from megapipe.layout.devices import device
 from megapipe.layout.key_effects import check_kernels
-from megapipe.layout.lr_plan import LearningRatePlan, warms_up
+from megapipe.layout.lr_plan import UserLRSchedule, warms_up
 from megapipe.layout.moe.checks import check_experts
 from megapipe.model.gpt.hf.config import row_of
-from megapipe.model.interface import Family, Feature
+from megapipe.model.interface import Feature, ModelSpec
 from megapipe.model.own_loss import load_loss
 from megapipe.util.dtypes import Dtype
 from megapipe.util.urls import check_folder, check_url, is_remote
-from megapipe.words import choices, counted, either, multiples, plural
+from megapipe.words import count_noun, divisors_hint, join_or, nearest_multiples, plural
 
 
 def check_urls(config: Config) -> None:
@@ -32,7 +32,7 @@ def check_urls(config: Config) -> None:
         check_url(key, text)
 
 
-def check(config: Config, family: Family, dp: int, processes: int) -> None:
+def check(config: Config, family: ModelSpec, dp: int, processes: int) -> None:
     """Raise :class:`ConfigError` for the first thing in a resolved configuration that is wrong."""
     _check_support(config, family)
     family.check()
@@ -45,7 +45,7 @@ def check(config: Config, family: Family, dp: int, processes: int) -> None:
     _check_look_ahead(config)
     _check_precision(config.optimizer, config.model.dtype)
     check_experts(config, dp)
-    check_kernels(config, family.kernels, family.name)
+    check_kernels(config, family.kernel_needs, family.name)
     _check_activations(config.activations, family)
     _check_watched_steps(config.log)
     _check_device(config.log)
@@ -108,7 +108,7 @@ def _check_numbers(config: Config) -> None:
         )
 
 
-def _check_support(config: Config, family: Family) -> None:
+def _check_support(config: Config, family: ModelSpec) -> None:
     """Refuse by name what the model's family lacks."""
     parallel, activations, kernels = config.parallel, config.activations, config.kernels
     policies, keeps_attention = activations.policies, activations.keep_attention
@@ -149,7 +149,7 @@ def _check_support(config: Config, family: Family) -> None:
         )
 
 
-def check_slices(config: Config, family: Family, slices: int) -> None:
+def check_slices(config: Config, family: ModelSpec, slices: int) -> None:
     """Refuse slices of sequences where the family cannot compute them."""
     if slices > 1 and "slices" not in family.supports:
         raise ConfigError(
@@ -163,7 +163,7 @@ def _check_sequence(config: Config) -> None:
     if config.parallel.sequence_parallel and length % tp:
         raise ConfigError(
             f"train.sequence_length={length} is not divisible by parallel.tp={tp}, which "
-            f"parallel.sequence_parallel needs: {multiples(length, tp)}"
+            f"parallel.sequence_parallel needs: {nearest_multiples(length, tp)}"
         )
 
 
@@ -172,7 +172,7 @@ def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int, cp: int) -
         copies = f"dp {dp}" + (f" x cp {cp}" if cp > 1 else "")
         raise ConfigError(
             f"optimizer.shard_size={optimizer.shard_size} does not divide {copies}: "
-            f"{choices('shard_size', dp * cp, optimizer.shard_size)}"
+            f"{divisors_hint('shard_size', dp * cp, optimizer.shard_size)}"
         )
     decays = optimizer.schedule != "constant" and not optimizer.own_schedule
     if optimizer.min_lr > optimizer.lr and decays:
@@ -190,15 +190,15 @@ def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int, cp: int) -
         most = str(steps - decay)
         meant = ""
         if isinstance(optimizer.warmup_steps, float):
-            meant = f" ({counted(warmup, 'step')})"
+            meant = f" ({count_noun(warmup, 'step')})"
             share = (steps - decay) * 10**6 // steps / 10**6
-            most = f"{share:g} ({counted(steps - decay, 'step')})"
+            most = f"{share:g} ({count_noun(steps - decay, 'step')})"
         raise ConfigError(
             f"optimizer.warmup_steps={optimizer.warmup_steps}{meant} leaves too few of train.steps="
             f"{steps} for a decay of {decay} or more: expected at most {most}"
         )
     if optimizer.own_schedule:
-        LearningRatePlan(optimizer, steps).check()
+        UserLRSchedule(optimizer, steps).check()
 
 
 def _check_precision(optimizer: OptimizerConfig, dtype: Dtype) -> None:
@@ -218,7 +218,7 @@ def _check_post_validation(config: Config) -> None:
     optimizer = config.optimizer
     if not optimizer.post_validation:
         return
-    elementwise = either([name for name in RULES if RULES[name].elementwise])
+    elementwise = join_or([name for name in RULES if RULES[name].elementwise])
     for wrong, expected in (
         (
             not declaration(optimizer.rule).elementwise,
@@ -243,7 +243,7 @@ def check_direction(config: Config, what: str) -> None:
     the key that asks for it."""
     optimizer = config.optimizer
     rule, declared = optimizer.rule, declaration(optimizer.rule)
-    with_direction = either([name for name in RULES if RULES[name].has_direction])
+    with_direction = join_or([name for name in RULES if RULES[name].has_direction])
     for wrong, expected in (
         (not declared.has_direction, f"optimizer.rule={with_direction}, not {rule}"),
         (
@@ -288,8 +288,8 @@ def shortened(config: Config) -> list[str]:
     short = optimizer.warmup_steps is None and warmup < USUAL_WARMUP
     if short and warms_up(optimizer, train.steps):
         notes.append(
-            f"warm-up of {counted(warmup, 'step')}: the usual {USUAL_WARMUP} leave too few for the "
-            "decay (optimizer.warmup_steps)"
+            f"warm-up of {count_noun(warmup, 'step')}: the usual {USUAL_WARMUP} leave too few for "
+            "the decay (optimizer.warmup_steps)"
         )
     last = train.last_step
     beyond = _watched_in_vain(
@@ -321,7 +321,7 @@ def _check_stop(train: TrainConfig) -> None:
         )
 
 
-def _check_activations(activations: ActivationsConfig, family: Family) -> None:
+def _check_activations(activations: ActivationsConfig, family: ModelSpec) -> None:
     """Refuse modules to run again where there are none of them."""
     modules = "norm, attention, mlp_activation"
     if "selective" in activations.policies and not activations.modules:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from megapipe.config.config import Config
 from megapipe.config.context import ContextConfig
-from megapipe.context.split import Split
+from megapipe.context.split import PositionSplit
 from megapipe.errors import ConfigError
-from megapipe.words import choices, either, multiples
+from megapipe.words import divisors_hint, join_or, nearest_multiples
 
 WITH_LSE = ("auto", "flash", "efficient", "cudnn", "flash_attn")
 """Kernels of attention whose results over some keys can be merged with those over others."""
@@ -18,15 +18,15 @@ LARGEST_RING = 512
 """Ranks whose plan takes no minutes to make: it grows with their square."""
 
 
-def split_of(config: Config) -> Split:
+def split_of(config: Config) -> PositionSplit:
     """How a configuration splits positions. Raises :class:`ConfigError` where it cannot."""
     cp, context = config.parallel.cp, config.context
     if cp % context.ulysses:
         raise ConfigError(
             f"context.ulysses={context.ulysses} does not divide parallel.cp={cp}: "
-            f"{choices('ulysses', cp, context.ulysses)}"
+            f"{divisors_hint('ulysses', cp, context.ulysses)}"
         )
-    return Split(
+    return PositionSplit(
         ring=cp // context.ulysses,
         ulysses=context.ulysses,
         order=context.order,
@@ -34,7 +34,7 @@ def split_of(config: Config) -> Split:
     )
 
 
-def check_context(config: Config, split: Split, slices: int) -> None:
+def check_context(config: Config, split: PositionSplit, slices: int) -> None:
     """Raise :class:`ConfigError` for what context parallelism cannot do."""
     context, where = config.context, f"parallel.cp={split.cp}"
     if split.cp == 1 and config.activations.keep_attention:
@@ -66,7 +66,7 @@ def check_context(config: Config, split: Split, slices: int) -> None:
         )
 
 
-def _check_plan(context: ContextConfig, split: Split) -> None:
+def _check_plan(context: ContextConfig, split: PositionSplit) -> None:
     n = split.ring
     if n > LARGEST_RING:
         raise ConfigError(
@@ -106,7 +106,7 @@ def _check_slices(context: ContextConfig) -> None:
 
 
 def _fitting(name: str, values: Sequence[int]) -> str:
-    return f"{name} could be {either(values)}" if values else "expected context.plan=ring"
+    return f"{name} could be {join_or(values)}" if values else "expected context.plan=ring"
 
 
 def _null(value: int | None) -> str:
@@ -123,14 +123,14 @@ def _check_model(config: Config, where: str) -> None:
             raise ConfigError(f"{where} needs {expected}")
 
 
-def _check_heads(config: Config, split: Split) -> None:
+def _check_heads(config: Config, split: PositionSplit) -> None:
     n, tp = split.ulysses, config.parallel.tp
     heads, groups = config.model.heads // tp, (config.model.kv_heads or 1) // tp
     each = f" / parallel.tp={tp}" if tp > 1 else ""
     if heads % n:
         raise ConfigError(
             f"context.ulysses={n} does not divide model.heads{each} = {heads}: "
-            f"{choices('ulysses', heads, n)}"
+            f"{divisors_hint('ulysses', heads, n)}"
         )
     if groups % n and n % groups:
         raise ConfigError(
@@ -139,13 +139,13 @@ def _check_heads(config: Config, split: Split) -> None:
         )
 
 
-def length_multiple(config: Config, split: Split) -> int:
+def length_multiple(config: Config, split: PositionSplit) -> int:
     """The number that divides the length of every sequence, or slice: ranks of cp, and of tp under
     sequence parallelism, have equal parts of it."""
     return split.multiple * (config.parallel.tp if config.parallel.sequence_parallel else 1)
 
 
-def _check_length(config: Config, split: Split) -> None:
+def _check_length(config: Config, split: PositionSplit) -> None:
     tp = config.parallel.tp if config.parallel.sequence_parallel else 1
     length, multiple = config.train.sequence_length, length_multiple(config, split)
     if length % multiple:
@@ -154,5 +154,5 @@ def _check_length(config: Config, split: Split) -> None:
         order = f" in context.order={split.order}" if split.ring > 1 else ""
         raise ConfigError(
             f"train.sequence_length={length} is not divisible by {multiple}, as {parts}{order} "
-            f"need: {multiples(length, multiple)}"
+            f"need: {nearest_multiples(length, multiple)}"
         )

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from megapipe.config.config import Config
 from megapipe.config.context import TURNED
 from megapipe.context import plans
-from megapipe.context.plan import Kind, Message, Part, Plan, PlanError
-from megapipe.context.split import Split
+from megapipe.context.plan import Kind, Message, Plan, PlanError, RankPlan
+from megapipe.context.split import PositionSplit
 from megapipe.context.tensors import RingTensors, size_of, split_groups
 from megapipe.errors import ConfigError
 from megapipe.util.user_code import UserCode, is_user_code
@@ -38,14 +38,14 @@ class ContextPlans(NamedTuple):
             return self.forward, self.forward.forward
         return self.backward, self.backward.backward
 
-    def part(self, what: Pass, rank: int) -> Part:
+    def part(self, what: Pass, rank: int) -> RankPlan:
         """The share of a member of the ring in the forward or the backward."""
         return (
             self.forward.forward_parts[rank] if what == "F" else self.backward.backward_parts[rank]
         )
 
 
-def context_plans(config: Config, split: Split) -> ContextPlans:
+def context_plans(config: Config, split: PositionSplit) -> ContextPlans:
     """Raises :class:`ConfigError` for a plan that does not compute each block once."""
     forward = _plan(config, split.ring)
     if split.ring == 1:
@@ -53,7 +53,7 @@ def context_plans(config: Config, split: Split) -> ContextPlans:
     backward = forward
     if config.context.plan in TURNED and queries_travel(config, split):
         backward = plans.travelling_queries(forward)
-    blocks = split.held([config.train.sequence_length], 0).blocks
+    blocks = split.local([config.train.sequence_length], 0).blocks
     first = [min(run.first for run in block.runs) for block in blocks]
     last = [max(run.last for run in block.runs) for block in blocks]
     try:
@@ -96,7 +96,7 @@ def _own_plan(spec: str, n: int) -> Plan:
     return Plan(spec, rounds)
 
 
-def queries_travel(config: Config, split: Split) -> bool:
+def queries_travel(config: Config, split: PositionSplit) -> bool:
     """Whether in the backward queries go around with their gradients, and not keys, by default
     since these are fewer bytes (BurstAttention, 2403.09347)."""
     if config.context.travels != "auto":
@@ -111,7 +111,7 @@ def queries_travel(config: Config, split: Split) -> bool:
     return size("queries") < size("keys")
 
 
-def ring_tensors(config: Config, split: Split) -> RingTensors:
+def ring_tensors(config: Config, split: PositionSplit) -> RingTensors:
     """Describe the tensors of a micro-batch whose sequences are not cut into slices."""
     model, tp, n = config.model, config.parallel.tp, split.ulysses
     assert model.kv_heads is not None

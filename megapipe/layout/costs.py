@@ -9,20 +9,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megapipe.config.config import Config
-from megapipe.layers.policy import Span
-from megapipe.layout.activations import repeated, stage_spans
+from megapipe.layers.policy import BlockSpan
+from megapipe.layout.activations import block_policies, uniform_recompute
 from megapipe.layout.cuts import slice_time
-from megapipe.layout.family import family_of
-from megapipe.model.interface import Family, Work
+from megapipe.layout.family import model_spec_of
+from megapipe.model.interface import ModelSpec, Work
 from megapipe.model.partition import StageSpec, balanced, parse_layout
 from megapipe.schedule.cost import Cost, PerStage
 from megapipe.schedule.placement import Placement
 
 
 def stage_work(
-    family: Family,
+    family: ModelSpec,
     stages: Sequence[StageSpec],
-    spans: Sequence[Sequence[Span]],
+    spans: Sequence[Sequence[BlockSpan]],
     again: Collection[int],
 ) -> tuple[Work, ...]:
     """FLOPs per token of each stage, with `spans` as its layers' policies; the stages `again` are
@@ -34,7 +34,7 @@ def stage_work(
 
 
 def relative_cost(
-    config: Config, family: Family, work: Sequence[Work], slice_lengths: Sequence[int]
+    config: Config, family: ModelSpec, work: Sequence[Work], slice_lengths: Sequence[int]
 ) -> Cost:
     """The costs of stages in FLOPs per token; messages and replicas take no time."""
     F, I, W, R = zip(*work, strict=True)  # noqa: E741
@@ -56,11 +56,15 @@ def scaled(cost: Cost, factor: float) -> Cost:
 def placement_cost(config: Config, placement: Placement) -> Cost:
     """The costs of a resolved model's stages on a placement for which its layers are balanced; 1 is
     the forward of a layer."""
-    family, activations = family_of(config), config.activations
-    text = balanced(family.unit_costs(repeated(activations)), placement, ends=family.ends)
-    stages = parse_layout(text, family.layers, ends=family.ends)
+    family, activations = model_spec_of(config), config.activations
+    text = balanced(
+        family.unit_costs(uniform_recompute(activations)),
+        placement,
+        ends=family.has_embedding_and_head,
+    )
+    stages = parse_layout(text, family.layers, ends=family.has_embedding_and_head)
     every = range(len(stages))
-    kept = stage_work(family, stages, stage_spans(activations, stages), ())
-    again = stage_work(family, stages, stage_spans(activations, stages, every), every)
+    kept = stage_work(family, stages, block_policies(activations, stages), ())
+    again = stage_work(family, stages, block_policies(activations, stages, every), every)
     work = [own._replace(R=other.R) for own, other in zip(kept, again, strict=True)]
-    return scaled(relative_cost(config, family, work, ()), 1 / family.unit_of_work())
+    return scaled(relative_cost(config, family, work, ()), 1 / family.reference_layer_flops())

@@ -8,16 +8,16 @@ from functools import cache
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import length_multiple, split_of
-from megapipe.layout.slice_time import SliceTime
+from megapipe.layout.slice_time import SliceCost
 from megapipe.layout.slices import balanced_slices, fastest_slices
-from megapipe.model.interface import Family
+from megapipe.model.interface import ModelSpec
 from megapipe.schedule.cost import Cost
 
 
-def slice_time(config: Config, family: Family) -> SliceTime:
+def slice_time(config: Config, family: ModelSpec) -> SliceCost:
     """The times of slices of a resolved model, as ``pipeline.slice_*`` say."""
     pipeline = config.pipeline
-    return SliceTime(
+    return SliceCost(
         cache(family.causal_flops),
         Fraction(str(pipeline.slice_overhead or 0)),
         Fraction(str(pipeline.slice_attention)),
@@ -25,11 +25,13 @@ def slice_time(config: Config, family: Family) -> SliceTime:
 
 
 def is_cut_by_time(config: Config) -> bool:
-    """Whether sequences are cut by :func:`fastest_cut`."""
+    """Whether sequences are cut by :func:`fastest_slices_for`."""
     return config.pipeline.schedule == "terapipe" and config.pipeline.slice_overhead is not None
 
 
-def fastest_cut(config: Config, family: Family, microbatches: int, cost: Cost) -> tuple[int, ...]:
+def fastest_slices_for(
+    config: Config, family: ModelSpec, microbatches: int, cost: Cost
+) -> tuple[int, ...]:
     """Lengths of the slices of terapipe by dynamic programming.
 
     `cost` is that of the stages. A pipeline of unequal stages counts as one of fewer equal stages,
@@ -48,7 +50,7 @@ def fastest_cut(config: Config, family: Family, microbatches: int, cost: Cost) -
         )
 
 
-def balanced_cut(config: Config, family: Family, slices: int) -> tuple[int, ...]:
+def balanced_slices_for(config: Config, family: ModelSpec, slices: int) -> tuple[int, ...]:
     """Lengths of `slices` slices of equal times. Raises :class:`ConfigError` for too many."""
     length = config.train.sequence_length
     if slices == 1:

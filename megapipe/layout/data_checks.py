@@ -149,10 +149,12 @@ def _check_source(
         own.load(source, ConfigError)
         texts += [*own.OF_TEXTS] if alone else []
         trained = ("split", "samples")
-    elif not given.is_given(source) and "://" not in source:
+    elif not given.is_token_file(source) and "://" not in source:
         trained = ("split",)
     instead = ", and data.validation_fraction, data.validation.NAME or data.test.NAME"
-    if data.samples == "supervised" and (given.is_given(source) or is_standard_library(source)):
+    if data.samples == "supervised" and (
+        given.is_token_file(source) or is_standard_library(source)
+    ):
         raise no_rows(key, source)
     why = f"with {key}={source}, which is {what}"
     refuse_unused("data", data, texts, why, "")

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.launch.endpoints import Nodes
+from megapipe.launch.endpoints import NodeRange
 from megapipe.layout.measurements import Measurements
-from megapipe.layout.others import replica_size, with_layout
+from megapipe.layout.others import ranks_per_replica, with_layout
 from megapipe.layout.resolve import resolve
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 
 def check_layouts(
@@ -46,7 +46,7 @@ def check_layouts(
 
 def check_fewest(
     config: Config,
-    nodes: Nodes,
+    nodes: NodeRange,
     ranks: int,
     *,
     where: str = "configuration",
@@ -64,7 +64,7 @@ def check_fewest(
     except ConfigError as error:
         reason = str(error).removeprefix("configuration: ").partition(";")[0]
         raise ConfigError(
-            f"{where}: --nnodes {nodes} lets the job go on with {counted(nodes.least, 'node')}, "
+            f"{where}: --nnodes {nodes} lets the job go on with {count_noun(nodes.least, 'node')}, "
             f"for which there is no layout ({reason}): expected one of parallel.layouts for it, no "
             f"parallel.dp, or --nnodes {nodes.most}"
         ) from None
@@ -78,7 +78,7 @@ def _limited(config: Config, measure: Measurements | None) -> Measurements | Non
 def _numbers(config: Config, world: int) -> Iterator[int]:
     """Numbers of processes that a layout can have, at least one: the largest up to `world` first,
     and then those above it."""
-    dp, size, train = config.parallel.dp, replica_size(config), config.train
+    dp, size, train = config.parallel.dp, ranks_per_replica(config), config.train
     if dp is not None:
         yield dp * size
         return

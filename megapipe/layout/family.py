@@ -10,9 +10,9 @@ from megapipe.layers.lora_specs import Lora
 from megapipe.layout.devices import device_kind
 from megapipe.layout.layout import DeviceKind
 from megapipe.model.gpt.checks import resolved
-from megapipe.model.gpt.family import GPT
+from megapipe.model.gpt.family import GPTSpec
 from megapipe.model.gpt.lora import resolved_targets
-from megapipe.model.interface import Conditions, Family
+from megapipe.model.interface import ModelSpec, RunShape
 from megapipe.util.user_code import UserCode
 
 OWN_KEYS = ("source", "options", "vocab_size", "dtype")
@@ -55,15 +55,15 @@ def resolved_lora(lora: LoraConfig, model: ModelConfig) -> LoraConfig:
     return lora.model_copy(update={"targets": resolved_targets(model, lora.targets)})
 
 
-def conditions_of(config: Config, device: DeviceKind | None = None) -> Conditions:
+def run_shape_of(config: Config, device: DeviceKind | None = None) -> RunShape:
     """How a run uses its model; `device` is what it computes on, where that is known."""
     parallel, train, cuda = config.parallel, config.train, (device or device_kind(config)) == "cuda"
-    return Conditions(
+    return RunShape(
         sequence_length=train.sequence_length,
         cp=parallel.cp,
         ep=parallel.ep,
         etp=parallel.etp,
-        pad=config.experts.pad,
+        pad_to_capacity=config.experts.pad,
         microbatch=train.microbatch,
         tp=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,
@@ -76,21 +76,21 @@ def conditions_of(config: Config, device: DeviceKind | None = None) -> Condition
     )
 
 
-def family_of(config: Config, device: DeviceKind | None = None) -> Family:
+def model_spec_of(config: Config, device: DeviceKind | None = None) -> ModelSpec:
     """The family of a configuration whose model section is resolved."""
-    return make_family(config.model, conditions_of(config, device))
+    return make_model_spec(config.model, run_shape_of(config, device))
 
 
-def make_family(model: ModelConfig, conditions: Conditions) -> Family:
+def make_model_spec(model: ModelConfig, conditions: RunShape) -> ModelSpec:
     """The family of a resolved model section; :class:`ConfigError` if `source` cannot be used."""
     if model.source is None:
-        return GPT(model, conditions)
+        return GPTSpec(model, conditions)
     code = UserCode(model.source, what="model.source=", error=ConfigError)
-    if isinstance(code.function, type) and issubclass(code.function, Family):
+    if isinstance(code.function, type) and issubclass(code.function, ModelSpec):
         try:
             return code.function.of(model.options, model.dtype, model.vocab_size, conditions)
         except (NotImplementedError, TypeError) as error:
             raise code.failed(error) from error
-    from megapipe.model.modules.family import Modules
+    from megapipe.model.modules.family import ModuleListSpec
 
-    return Modules(model.source, model.options, model.dtype, model.vocab_size, conditions)
+    return ModuleListSpec(model.source, model.options, model.dtype, model.vocab_size, conditions)

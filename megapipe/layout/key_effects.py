@@ -11,9 +11,9 @@ from megapipe.config.activations import ActivationsConfig
 from megapipe.config.config import Config
 from megapipe.config.unused_keys import refuse_unused
 from megapipe.config.update_rules import RULES, declaration
-from megapipe.layers.policy import Span
+from megapipe.layers.policy import BlockSpan
 from megapipe.model.kernel_needs import KernelNeeds
-from megapipe.words import either
+from megapipe.words import join_or
 
 
 def check_kernels(config: Config, kernels: KernelNeeds, name: str) -> None:
@@ -30,7 +30,7 @@ def check_kernels(config: Config, kernels: KernelNeeds, name: str) -> None:
     def named(*keys: str) -> Sequence[str]:
         return [key for key in keys if getattr(wanted, key) not in plain]
 
-    takers = either([name for name in RULES if RULES[name].takes_kernel])
+    takers = join_or([name for name in RULES if RULES[name].takes_kernel])
     for keys, has_effect, needed in (
         (named("swiglu"), kernels.gate, "model.activation=swiglu"),
         (named("rotary"), kernels.rotary, "model.positions=rotary"),
@@ -51,7 +51,7 @@ def check_slice_times(config: Config, *, is_cut: bool) -> None:
 
 
 def check_keep_attention(
-    activations: ActivationsConfig, spans: Sequence[Sequence[Span]], again: Collection[int]
+    activations: ActivationsConfig, spans: Sequence[Sequence[BlockSpan]], again: Collection[int]
 ) -> None:
     """Refuse to keep results of attention where nothing that attends is recomputed."""
     policies = [span.policy for stage in spans for span in stage]

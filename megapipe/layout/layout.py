@@ -6,16 +6,16 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
-from megapipe.context.split import Split
-from megapipe.layers.policy import Span
+from megapipe.context.split import PositionSplit
+from megapipe.layers.policy import BlockSpan
 from megapipe.layout.context_plan import ContextPlans
-from megapipe.layout.replicas import most_copies
-from megapipe.model.interface import Family
+from megapipe.layout.replicas import max_replicas
+from megapipe.model.interface import ModelSpec
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.streams.stream import Stream, finite
+from megapipe.schedule.streams.stream import AsyncSchedule, finite
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -31,7 +31,7 @@ class Layout:
     ep: int
     etp: int
     """Sizes of expert parallelism, whose ep x etp ranks are some of dp x cp x tp."""
-    node: int | None
+    ranks_per_node: int | None
     """Ranks of a node, where rows are sent within nodes and then between them."""
     microbatches: int
     """Whole micro-batches per step and data-parallel replica."""
@@ -41,7 +41,7 @@ class Layout:
     """The kind of device that processes compute on, or are planned for."""
     in_process: bool
     """All pipeline ranks share one process."""
-    model: Family = field(repr=False)
+    model: ModelSpec = field(repr=False)
     stage_layers: tuple[StageSpec, ...]
     sends_tuples: bool
     """Stages pass on more than one tensor, or one of another type than the model's."""
@@ -51,43 +51,43 @@ class Layout:
     """Positions of each slice of a sequence; one where the schedule does not cut them."""
     loss_chunk: int
     """Most tokens whose logits exist at a time; 0: all tokens of a micro-batch."""
-    split: Split
+    split: PositionSplit
     """How positions are split over context-parallel ranks."""
     context: ContextPlans = field(repr=False)
     """How these attend to each other's positions."""
     replicas: ReplicaPolicy
     """The ZeRO stage in force, and when replicas communicate."""
     schedule: Schedule = field(repr=False)
-    smaller: Mapping[int, Schedule] = field(repr=False)
+    ramp_schedules: Mapping[int, Schedule] = field(repr=False)
     """Schedules of the batches before the final one, by their size (``train.batch_ramp``)."""
-    spans: tuple[tuple[Span, ...], ...] = field(repr=False)
+    block_policies: tuple[tuple[BlockSpan, ...], ...] = field(repr=False)
     """How the blocks of each stage keep their activations."""
-    freed: Fraction
+    freed_by_input_grad: Fraction
     """The share of a micro-batch's activations that an I frees at least, of whole sequences
     (:mod:`megapipe.plan.freed`), where a limit of activations counts by it; 0 elsewhere."""
     is_final: bool
-    """All that it depends on is known: the vocabulary, what is ``auto``, and `freed`
+    """All that it depends on is known: the vocabulary, what is ``auto``, and `freed_by_input_grad`
     where it counts."""
     cost: Cost = field(repr=False)
     """Costs of each stage's operations, in FLOPs per token; messages cost nothing."""
-    stream: Stream | None = field(default=None, repr=False)
+    async_schedule: AsyncSchedule | None = field(default=None, repr=False)
     """The stream by which to train where ``pipeline.weights`` is not synchronous; then `schedule`
     is a synchronous one of the same stages and micro-batches."""
 
     @cached_property
-    def listed(self) -> Schedule:
+    def run_schedule(self) -> Schedule:
         """The operations that run: those of a step, or of a stream as many windows as it takes to
         be steady and to run dry."""
-        if self.stream is None:
+        if self.async_schedule is None:
             return self.schedule
-        windows = finite(self.stream, 2 * self.stream.ahead + 3)
+        windows = finite(self.async_schedule, 2 * self.async_schedule.ahead + 3)
         return replace(windows, recompute=self.schedule.recompute)
 
     @property
-    def links_tied(self) -> bool:
+    def tied_embedding_is_linked(self) -> bool:
         """Whether a tied embedding has a bucket on the first stage, which updates it, and one on
         the last, which gets a copy; otherwise it has one that all share."""
-        return self.stream is not None and self.pipeline_processes > 1
+        return self.async_schedule is not None and self.pipeline_processes > 1
 
     @property
     def stages(self) -> int:
@@ -120,14 +120,14 @@ class Layout:
         return self.ep * self.etp
 
     @property
-    def most_copies(self) -> int:
+    def max_dp(self) -> int:
         """The most processes that compute with the same weights."""
-        return most_copies(self.model, self.dp_cp, self.edp)
+        return max_replicas(self.model, self.dp_cp, self.edp)
 
     @property
-    def attends_by_blocks(self) -> bool:
+    def uses_attention_tiles(self) -> bool:
         """Whether positions are split, or results of attention are kept for a second run."""
-        kept = any(span.policy.keeps_attention for spans in self.spans for span in spans)
+        kept = any(span.policy.keeps_attention for spans in self.block_policies for span in spans)
         return self.split.cp > 1 or kept
 
     @property

@@ -4,19 +4,21 @@ from collections.abc import Sequence
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.model.interface import TORCH_NAMES, Family
+from megapipe.model.interface import TORCH_NAMES, ModelSpec
 from megapipe.model.partition import StageSpec
 
 
-def sends_tuples(config: Config, family: Family, stages: Sequence[StageSpec]) -> bool:
+def sends_tuples(config: Config, family: ModelSpec, stages: Sequence[StageSpec]) -> bool:
     """Whether stages send each other anything but one tensor of the model's type."""
     train = config.train
-    messages = (family.message(s, train.microbatch, train.sequence_length) for s in stages[:-1])
+    messages = (
+        family.output_shape(s, train.microbatch, train.sequence_length) for s in stages[:-1]
+    )
     own = TORCH_NAMES[family.dtype]
     return any(len(each) != 1 or each[0].dtype != own for each in messages)
 
 
-def scatters(config: Config, tuples: bool) -> bool:
+def uses_scatter_gather(config: Config, tuples: bool) -> bool:
     """Whether each tensor-parallel rank sends only its share of the hidden states that all of them
     have; `tuples` are sent whole. Raises :class:`ConfigError` if that is ``on`` and impossible.
 

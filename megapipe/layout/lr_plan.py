@@ -16,7 +16,7 @@ ARGUMENTS = ("step", "steps", "lr", "min_lr", "warmup_steps", "decay_steps")
 the warm-up in whole steps. A `decay_steps` of null is not given."""
 
 
-class LearningRatePlan:
+class UserLRSchedule:
     """The plan of a run of `steps`, whose ``optimizer.schedule`` is code of the user's.
 
     Raises :class:`ConfigError` if it cannot be imported.
@@ -73,4 +73,4 @@ class LearningRatePlan:
 
 def warms_up(config: OptimizerConfig, steps: int) -> bool:
     """Whether ``optimizer.warmup_steps`` has an effect."""
-    return not config.own_schedule or LearningRatePlan(config, steps).takes("warmup_steps")
+    return not config.own_schedule or UserLRSchedule(config, steps).takes("warmup_steps")

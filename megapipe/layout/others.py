@@ -8,10 +8,10 @@ from megapipe.config.config import Config
 from megapipe.config.context import ContextConfig
 from megapipe.config.experts import ExpertsConfig
 from megapipe.errors import ConfigError
-from megapipe.layout.moe.replicas import without_maps
+from megapipe.layout.moe.replicas import without_rebalance
 
 
-def for_processes(config: Config, world: int | None) -> Config:
+def elastic_config(config: Config, world: int | None) -> Config:
     """The configuration with the first of ``parallel.layouts`` that `world` processes can have,
     where they cannot have what it says otherwise; None: any number can be had.
 
@@ -35,7 +35,7 @@ def with_layout(config: Config, name: str) -> Config:
     return _changed(config, config.parallel.layouts[name].model_dump(exclude_none=True))
 
 
-def replica_size(config: Config) -> int:
+def ranks_per_replica(config: Config) -> int:
     """Processes of a data-parallel replica."""
     parallel = config.parallel
     pipeline = 1 if config.pipeline.channels == "in_process" else parallel.pp
@@ -43,7 +43,7 @@ def replica_size(config: Config) -> int:
 
 
 def _is_possible(config: Config, world: int) -> bool:
-    dp, rest = divmod(world, replica_size(config))
+    dp, rest = divmod(world, ranks_per_replica(config))
     if rest or dp == 0 or config.parallel.dp not in (None, dp):
         return False
     return config.train.global_batch % (config.train.microbatch * dp) == 0
@@ -62,7 +62,7 @@ def _changed(config: Config, values: dict[str, Any]) -> Config:
     if values.get("ep", parallel.ep) * values.get("etp", parallel.etp) == 1:
         config = config.model_copy(update={"experts": ExpertsConfig()})
     elif values.get("ep", parallel.ep) == 1 or _leaves_pool(config, values):
-        config = config.model_copy(update={"experts": without_maps(config.experts)})
+        config = config.model_copy(update={"experts": without_rebalance(config.experts)})
 
     def section(name: str, *keys: str) -> Any:
         own = {key: values[key] for key in keys if key in values}

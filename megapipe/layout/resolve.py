@@ -13,34 +13,34 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.config.pipeline import PipelineConfig
 from megapipe.config.unused_keys import check_effects
 from megapipe.errors import ConfigError, MegapipeError, ScheduleError
-from megapipe.layout.activations import recomputed_stages, repeated, stage_spans
+from megapipe.layout.activations import block_policies, recomputed_stages, uniform_recompute
 from megapipe.layout.checks import check, check_compile, check_slices, check_urls
 from megapipe.layout.context_checks import check_context, split_of
 from megapipe.layout.context_plan import context_plans
 from megapipe.layout.costs import relative_cost, stage_work
-from megapipe.layout.cuts import balanced_cut, fastest_cut, is_cut_by_time
+from megapipe.layout.cuts import balanced_slices_for, fastest_slices_for, is_cut_by_time
 from megapipe.layout.devices import device_kind
-from megapipe.layout.family import family_of, resolved_lora, resolved_model
+from megapipe.layout.family import model_spec_of, resolved_lora, resolved_model
 from megapipe.layout.key_effects import check_keep_attention, check_slice_times
 from megapipe.layout.layout import DeviceKind, Layout
-from megapipe.layout.links import scatters, sends_tuples
+from megapipe.layout.links import sends_tuples, uses_scatter_gather
 from megapipe.layout.measurements import Measurements
 from megapipe.layout.moe.checks import check_pieces
 from megapipe.layout.moe.dispatch import check_dispatch, resolved_experts
-from megapipe.layout.others import for_processes, replica_size
-from megapipe.layout.replicas import most_copies, replica_policy
-from megapipe.layout.streams import stream_of
-from megapipe.model.interface import Family
+from megapipe.layout.others import elastic_config, ranks_per_replica
+from megapipe.layout.replicas import max_replicas, replica_policy
+from megapipe.layout.streams import async_schedule_of
+from megapipe.model.interface import ModelSpec
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import gpipe_on
 from megapipe.schedule.generators.lists import split_backwards
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.load import goes_by, is_own, load
+from megapipe.schedule.load import goes_by, is_user_schedule, load
 from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.placement import Placement, loop
 from megapipe.schedule.proof.validate import validate
-from megapipe.words import multiples
+from megapipe.words import nearest_multiples
 
 BYTE_VOCABULARY = 257
 """Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
@@ -95,7 +95,7 @@ def _resolve(
     check_urls(given)
     if vocab_size is None and given.data.tokenizer == "byte":
         vocab_size = BYTE_VOCABULARY
-    given = for_processes(given, world)
+    given = elastic_config(given, world)
     model = resolved_model(given, vocab_size)
     parallel, processes = _resolved_mesh(given, world)
     dp = parallel.dp or 1
@@ -107,17 +107,17 @@ def _resolve(
     same = before is not None and config == given and device == before.device
     if same and before is not None and (before.is_final or measure is None):
         return config, before
-    family = family_of(config, device)
+    family = model_spec_of(config, device)
     check(config, family, dp, processes)
     microbatches = _microbatches(config, dp)
-    stream = stream_of(config, microbatches)
+    stream = async_schedule_of(config, microbatches)
     # an order that goes by costs is made when the stages are known; a short one has its placement
     by_time = is_cut_by_time(config)
     by_cost = by_time or goes_by(config.pipeline.schedule, "cost")
     if before is not None and not by_cost:
         schedule = before.schedule
     else:
-        short = by_cost and not is_own(config.pipeline.schedule)
+        short = by_cost and not is_user_schedule(config.pipeline.schedule)
         schedule = _recomputing(config, _schedule(config, 1 if short else microbatches))
     check_compile(config, schedule.slices)
     check_slices(config, family, schedule.slices)
@@ -127,15 +127,15 @@ def _resolve(
     check_context(config, split, schedule.slices)
     stages = _partition(config, family, schedule.placement)
     tuples = sends_tuples(config, family, stages)
-    scatter = scatters(config, tuples)
-    spans = stage_spans(config.activations, stages, schedule.recompute)
+    scatter = uses_scatter_gather(config, tuples)
+    spans = block_policies(config.activations, stages, schedule.recompute)
     check_keep_attention(config.activations, spans, schedule.recompute)
     work = stage_work(family, stages, spans, schedule.recompute)
     if by_time and model.vocab_size is not None:
         whole = relative_cost(config, family, work, ())
-        slice_lengths = fastest_cut(config, family, microbatches, whole)
+        slice_lengths = fastest_slices_for(config, family, microbatches, whole)
     else:
-        slice_lengths = balanced_cut(config, family, schedule.slices)
+        slice_lengths = balanced_slices_for(config, family, schedule.slices)
     cost = relative_cost(config, family, work, slice_lengths)
     of_experts = dp * parallel.cp * parallel.tp // (parallel.ep * parallel.etp)
     layout = Layout(
@@ -145,7 +145,7 @@ def _resolve(
         cp=parallel.cp,
         ep=parallel.ep,
         etp=parallel.etp,
-        node=config.experts.node if config.experts.dispatch == "hierarchical" else None,
+        ranks_per_node=config.experts.node if config.experts.dispatch == "hierarchical" else None,
         microbatches=microbatches,
         world=processes,
         device=device,
@@ -160,16 +160,16 @@ def _resolve(
         context=context_plans(config, split),
         replicas=replica_policy(
             config.optimizer,
-            most_copies(family, dp * parallel.cp, of_experts),
+            max_replicas(family, dp * parallel.cp, of_experts),
             loss_chunk=family.conditions.loss_chunk,
         ),
         schedule=schedule,
-        smaller={},
-        spans=spans,
-        freed=Fraction(0),
+        ramp_schedules={},
+        block_policies=spans,
+        freed_by_input_grad=Fraction(0),
         is_final=False,
         cost=cost,
-        stream=stream,
+        async_schedule=stream,
     )
     if config.experts.is_open and measure is not None:
         config = _with_experts(config, layout, measure)
@@ -177,21 +177,24 @@ def _resolve(
     unknown = config.experts.is_open or (measure is None and counts_freed(config))
     if model.vocab_size is None or unknown:
         _prove(config, schedule, before)
-        return config, replace(layout, smaller=_smaller(config, layout, slices, final=False))
+        return config, replace(layout, ramp_schedules=_smaller(config, layout, slices, final=False))
     if measure is not None and counts_freed(config) and len(slice_lengths) == 1:
-        layout = replace(layout, freed=measure.freed(config, layout))
+        layout = replace(layout, freed_by_input_grad=measure.freed(config, layout))
     if by_cost:
-        known = before is not None and (before.cost, before.freed) == (cost, layout.freed)
+        known = before is not None and (before.cost, before.freed_by_input_grad) == (
+            cost,
+            layout.freed_by_input_grad,
+        )
         if before is not None and known and before.schedule.whole_microbatches == microbatches:
             schedule = before.schedule
         else:
-            ordered = _schedule(config, microbatches, cost, slices, layout.freed)
+            ordered = _schedule(config, microbatches, cost, slices, layout.freed_by_input_grad)
             schedule = _recomputing(config, ordered)
         layout = replace(layout, schedule=schedule)
     _prove(config, schedule, before)
-    _check_memory(config, schedule, layout.freed)
+    _check_memory(config, schedule, layout.freed_by_input_grad)
     smaller = _smaller(config, layout, slices, final=True)
-    return config, replace(layout, smaller=smaller, is_final=True)
+    return config, replace(layout, ramp_schedules=smaller, is_final=True)
 
 
 def _with_experts(config: Config, layout: Layout, measure: Measurements) -> Config:
@@ -230,7 +233,7 @@ def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, i
         factors = f"cp {parallel.cp} x tp {parallel.tp} (the pipeline runs in each process)"
     else:
         factors = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp}"
-    inner = replica_size(config)
+    inner = ranks_per_replica(config)
     if world is None:
         dp = parallel.dp or 1
     elif parallel.dp is None:
@@ -266,7 +269,7 @@ def _microbatches(config: Config, dp: int) -> int:
         raise ConfigError(
             f"train.global_batch={train.global_batch} is not divisible by train.microbatch="
             f"{train.microbatch} x dp {dp} = {per_round}: "
-            f"{multiples(train.global_batch, per_round)}"
+            f"{nearest_multiples(train.global_batch, per_round)}"
         )
     if train.batch_ramp is not None:
         _check_ramp(config, train.batch_ramp, per_round)
@@ -285,7 +288,7 @@ def _check_ramp(config: Config, ramp: Sequence[int], per_round: int) -> None:
         if size % per_round:
             raise ConfigError(
                 f"{where}: {what} {size} is not divisible by train.microbatch x dp = {per_round}: "
-                f"{multiples(size, per_round)}"
+                f"{nearest_multiples(size, per_round)}"
             )
     if config.pipeline.schedule == "auto":
         raise ConfigError(
@@ -303,11 +306,13 @@ def _smaller(
     for batch in config.train.batches.sizes[:-1]:
         microbatches = batch // (config.train.microbatch * layout.dp)
         try:
-            ordered = _schedule(config, microbatches, layout.cost, slices, layout.freed)
+            ordered = _schedule(
+                config, microbatches, layout.cost, slices, layout.freed_by_input_grad
+            )
             schedule = _recomputing(config, ordered)
             _prove(config, schedule, None)
             if final:
-                _check_memory(config, schedule, layout.freed)
+                _check_memory(config, schedule, layout.freed_by_input_grad)
         except ConfigError as error:
             raise ConfigError(f"train.batch_ramp: a batch of {batch} samples: {error}") from None
         if schedule.placement != like.placement or schedule.recompute != like.recompute:
@@ -319,10 +324,12 @@ def _smaller(
     return found
 
 
-def _partition(config: Config, family: Family, placement: Placement) -> tuple[StageSpec, ...]:
-    chosen, stages, ends = config.pipeline.layout, placement.stages, family.ends
+def _partition(config: Config, family: ModelSpec, placement: Placement) -> tuple[StageSpec, ...]:
+    chosen, stages, ends = config.pipeline.layout, placement.stages, family.has_embedding_and_head
     if chosen is None:
-        text = balanced(family.unit_costs(repeated(config.activations)), placement, ends=ends)
+        text = balanced(
+            family.unit_costs(uniform_recompute(config.activations)), placement, ends=ends
+        )
     else:
         text = chosen if isinstance(chosen, str) else from_counts(chosen, ends=ends)
     specs = parse_layout(text, family.layers, ends=ends)

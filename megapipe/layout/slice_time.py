@@ -22,7 +22,7 @@ CausalFlops = Callable[[int], int]
 
 
 @dataclass(frozen=True)
-class SliceTime:
+class SliceCost:
     """Time of an operation by the length of its slice, in whole numbers of a unit of its own; the
     same for all kinds of operations and for all stages, up to a factor."""
 

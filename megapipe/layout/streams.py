@@ -7,14 +7,14 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.layout.checks import check_direction
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.streams.load import load_stream
-from megapipe.schedule.streams.meetings import check_meetings
+from megapipe.schedule.streams.meetings import check_shared_updates
 from megapipe.schedule.streams.orders import build, least_window
 from megapipe.schedule.streams.policies import POLICIES
-from megapipe.schedule.streams.stream import Stream, finite
-from megapipe.words import either
+from megapipe.schedule.streams.stream import AsyncSchedule, finite
+from megapipe.words import join_or
 
 
-def stream_of(config: Config, microbatches: int) -> Stream | None:
+def async_schedule_of(config: Config, microbatches: int) -> AsyncSchedule | None:
     """The stream of a run, proved; None: its training is synchronous.
 
     Raises :class:`ConfigError` for keys that it does not take.
@@ -68,7 +68,7 @@ def stream_of(config: Config, microbatches: int) -> Stream | None:
         )
         windows = finite(stream, 2 * stream.ahead + 3)
         validate(windows)
-        check_meetings(windows)
+        check_shared_updates(windows)
     except ScheduleError as error:
         raise ConfigError(f"{where}: {error}") from None
     return stream
@@ -79,7 +79,7 @@ def _refusals(config: Config) -> Iterator[str]:
     pipeline, optimizer, numbers = config.pipeline, config.optimizer, config.numbers
     activations, policy = config.activations, POLICIES[pipeline.weights]
     if pipeline.schedule not in policy.orders:
-        yield f"pipeline.schedule={either(policy.orders)}, not {pipeline.schedule}"
+        yield f"pipeline.schedule={join_or(policy.orders)}, not {pipeline.schedule}"
     alone = () if pipeline.schedule == "1f1b_rr" else ("replicas",)
     for key in ("placement", "chunks", "group", "slices", "slice_overhead", "pairs", *alone):
         if getattr(pipeline, key) is not None:

@@ -13,7 +13,7 @@ from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.errors import ConfigError
 
 
-class Holders:
+class SharedStageGrads:
     """The parameters that this rank holds together with other ranks, and the groups of these ranks.
 
     `parameters` and `homes` have an item for each stage: its parameters, and its ranks in ascending

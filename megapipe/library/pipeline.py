@@ -40,16 +40,16 @@ from megapipe.library.arguments import (
     number_of_ranks,
     tensors_of,
 )
-from megapipe.library.holders import Holders
+from megapipe.library.holders import SharedStageGrads
 from megapipe.library.objective import Objective
 from megapipe.library.shapes import outputs
-from megapipe.library.stage import PlainStage, Rows
+from megapipe.library.stage import PlainStage, TensorMicroBatch
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.load import load
 from megapipe.schedule.lower import lower, pairs
-from megapipe.train.feed import pieces
-from megapipe.words import multiples
+from megapipe.train.feed import work_items
+from megapipe.words import nearest_multiples
 
 
 class Pipeline:
@@ -116,15 +116,15 @@ class Pipeline:
         self.device = parameters[0].device
         placement = self.schedule.placement
         self._mesh: ParallelMesh | None = None
-        self._holders: Holders | None = None
+        self._holders: SharedStageGrads | None = None
         self._here = range(ranks)
         if distributed:
             own = [list(self._parameters_of([s])) for s in range(placement.stages)]
             homes = [placement.holders(s) for s in range(placement.stages)]
-            Holders.check(own, homes)
+            SharedStageGrads.check(own, homes)
             mesh = ParallelMesh(Grid(pp=ranks), device=self.device, timeout_s=timeout_s)
             self._mesh, self._here = mesh, range(mesh.rank, mesh.rank + 1)
-            self._holders = Holders(own, homes, mesh)
+            self._holders = SharedStageGrads(own, homes, mesh)
         numbers = sorted({s for rank in self._here for s in placement.stages_of(rank)})
         self._stages = {s: self._stage(s) for s in numbers}
         self._programs = lower(self.schedule, self._here)
@@ -166,14 +166,14 @@ class Pipeline:
             raise
         return self._loss(microbatches)
 
-    def _run(self, executors: list[Executor], microbatches: dict[Key, Rows]) -> None:
+    def _run(self, executors: list[Executor], microbatches: dict[Key, TensorMicroBatch]) -> None:
         if self._holders is None:
             run_together(executors, microbatches)
             return
         with self._holders.summed():
             executors[0].run(microbatches)
 
-    def _loss(self, microbatches: dict[Key, Rows]) -> float:
+    def _loss(self, microbatches: dict[Key, TensorMicroBatch]) -> float:
         total = torch.zeros(1, dtype=torch.float64)
         last = self._stages.get(self.schedule.placement.stages - 1)
         if last is not None:
@@ -219,7 +219,7 @@ class Pipeline:
 
     def _microbatches(
         self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]
-    ) -> dict[Key, Rows]:
+    ) -> dict[Key, TensorMicroBatch]:
         samples = {len(each) for each in (*inputs, *targets)}
         if len(samples) > 1:
             raise ConfigError(f"batch: tensors of {sorted(samples)} samples: expected equally many")
@@ -229,15 +229,15 @@ class Pipeline:
         if batch % (whole * smallest) or not batch:
             raise ConfigError(
                 f"batch: {batch} samples do not divide into {whole} micro-batches of schedule "
-                f"{self.schedule.name}: {multiples(batch, whole * smallest)}"
+                f"{self.schedule.name}: {nearest_multiples(batch, whole * smallest)}"
             )
         rows = batch // whole
         weigh = self._objective.weights(targets, batch)
         found = {}
-        for piece in pieces(self.schedule, rows, (1,)):
+        for piece in work_items(self.schedule, rows, (1,)):
             first = piece.whole * rows
             here = slice(first + piece.rows.start, first + piece.rows.stop)
-            found[piece.key] = Rows(
+            found[piece.key] = TensorMicroBatch(
                 index=piece.whole,
                 step=self.steps,
                 seed=self.seed,
@@ -248,7 +248,9 @@ class Pipeline:
             )
         return found
 
-    def _made(self, microbatches: dict[Key, Rows], inputs: tuple[Tensor, ...]) -> list[Executor]:
+    def _made(
+        self, microbatches: dict[Key, TensorMicroBatch], inputs: tuple[Tensor, ...]
+    ) -> list[Executor]:
         """Executors for batches of these shapes, made at the first one."""
         key = tuple((tuple(each.shape), each.dtype) for each in inputs)
         if key not in self._executors:
@@ -275,7 +277,7 @@ class Pipeline:
         lines = ProcessGroupChannels(self._mesh, pairs(placement), dtype=torch.uint8)
         return [PackedChannels(lines)]
 
-    def _message_shape(self, microbatches: dict[Key, Rows]) -> MessageShape:
+    def _message_shape(self, microbatches: dict[Key, TensorMicroBatch]) -> MessageShape:
         """The tensors of a message, by the op that produced it; not needed within one process."""
         if self._mesh is None:
             return lambda message: ()

@@ -21,7 +21,7 @@ from megapipe.model.modules.stage import ModuleStage
 
 
 @dataclass(frozen=True)
-class Rows(MicroBatch):
+class TensorMicroBatch(MicroBatch):
     """A micro-batch of any tensors, the first dimension of each its samples."""
 
     inputs: tuple[Tensor, ...] = ()
@@ -52,7 +52,7 @@ class PlainStage(ModuleStage):
         self, x: Any, mb: MicroBatch, cache: KVCache | None = None, *, graph_only: bool = False
     ) -> Any:
         """The output, or the loss; its values are computed with `graph_only` too."""
-        assert isinstance(mb, Rows)
+        assert isinstance(mb, TensorMicroBatch)
         y = self.run(mb.inputs if self.is_first else x, mb)
         if not self.is_last:
             return self._passed_on(y)

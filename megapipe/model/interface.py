@@ -2,7 +2,7 @@
 
 A model is a chain of units that is cut into stages: layers, and where the family has them an
 embedding before and a head after these (:mod:`megapipe.model.partition`). The partition, the plan,
-the buckets of the optimizer, checkpoints and the engine read :class:`Family` and
+the buckets of the optimizer, checkpoints and the engine read :class:`ModelSpec` and
 :class:`StageModule` alone; a feature that a family lacks is refused by name.
 
 Nothing here needs torch, and a family needs it only to build a stage.
@@ -17,7 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from megapipe.layers.lora_specs import Lora
-from megapipe.layers.policy import BlockPolicy, Span
+from megapipe.layers.policy import BlockPolicy, BlockSpan
 from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.kernel_needs import KernelNeeds
 from megapipe.model.partition import StageSpec
@@ -27,7 +27,7 @@ from megapipe.util.dtypes import DTYPE_BYTES, Dtype
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-    from megapipe.context.split import HeldPositions
+    from megapipe.context.split import LocalPositions
     from megapipe.layers.kv_cache import KVCache
     from megapipe.layers.microbatch import MicroBatch
     from megapipe.layers.parameter import Sharding
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Conditions:
+class RunShape:
     """How a run uses a model."""
 
     sequence_length: int
@@ -49,7 +49,7 @@ class Conditions:
     """Most tokens whose logits there are at a time; 0: all of them."""
     ep: int = 1
     etp: int = 1
-    pad: bool = False
+    pad_to_capacity: bool = False
     """``experts.pad``: whether experts have room for all rows that there can be."""
     compile: bool = False
     loss: str | None = None
@@ -70,7 +70,7 @@ class Work(NamedTuple):
     """Of the recomputation, where the stage recomputes as a whole; otherwise 0."""
 
 
-class Repeated(NamedTuple):
+class UniformRecompute(NamedTuple):
     """The recomputation policy of all layers, where they have the same."""
 
     policy: BlockPolicy
@@ -110,13 +110,13 @@ Feature = Literal[
 key/value cache is for generation."""
 
 
-class Family(ABC):
+class ModelSpec(ABC):
     """A model of resolved sizes under the conditions of a run."""
 
     name: ClassVar[str]
-    ends: ClassVar[bool]
+    has_embedding_and_head: ClassVar[bool]
     """Whether an embedding comes before its layers and a head after them."""
-    conditions: Conditions
+    conditions: RunShape
 
     @classmethod
     def of(
@@ -124,7 +124,7 @@ class Family(ABC):
         options: Mapping[str, Any],
         dtype: Dtype,
         vocab_size: int | None,
-        conditions: Conditions,
+        conditions: RunShape,
     ) -> Self:
         """Make a family that ``model.source`` names, from ``model.options``; raises ConfigError."""
         raise NotImplementedError(f"{cls.__name__} is not made from options")
@@ -178,7 +178,9 @@ class Family(ABC):
     @property
     def whole(self) -> StageSpec:
         """All units, as one stage."""
-        return StageSpec(self.ends, range(self.layers), self.ends)
+        return StageSpec(
+            self.has_embedding_and_head, range(self.layers), self.has_embedding_and_head
+        )
 
     def splits_logits(self, stage: StageSpec) -> bool:
         """Whether tensor-parallel ranks have different columns of the logits of a stage."""
@@ -195,7 +197,7 @@ class Family(ABC):
         named = by_name(self.parameters(stage or self.whole))
         return {name: s.shape for name, s in named.items() if not (trained and s.frozen)}
 
-    def count(self, stage: StageSpec | None = None, *, trained: bool = False) -> int:
+    def num_parameters(self, stage: StageSpec | None = None, *, trained: bool = False) -> int:
         """Number of parameters of a stage, by default of the model."""
         return sum(map(prod, self.shapes(stage, trained=trained).values()))
 
@@ -212,7 +214,7 @@ class Family(ABC):
         """How many experts there are in each layer that has some."""
         return {}
 
-    def told(self) -> Mapping[int, int]:
+    def routing_stat_counts(self) -> Mapping[int, int]:
         """How many numbers each of these layers tells of its routing in a step."""
         return {}
 
@@ -220,24 +222,24 @@ class Family(ABC):
         """Equal for layers that differ in the values of their weights alone."""
         return layer
 
-    def active(self) -> int:
+    def active_parameters(self) -> int:
         """Number of parameters that one token meets; fewer than all where layers have experts."""
-        return self.count()
+        return self.num_parameters()
 
     # what it costs
 
     @abstractmethod
-    def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
+    def unit_costs(self, repeated: UniformRecompute | None) -> Sequence[Time]:
         """FLOPs per token, forward and backward, of every unit of the chain. `repeated` is the
         policy of all layers; None where it depends on the stages, which are not known yet."""
 
     @abstractmethod
-    def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
+    def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, again: bool) -> Work:
         """FLOPs per token of a stage whose layers recompute as `spans` say; with `again` the whole
         stage recomputes."""
 
     @abstractmethod
-    def unit_of_work(self) -> Time:
+    def reference_layer_flops(self) -> Time:
         """FLOPs per token of the forward of a layer, by which costs are shown."""
 
     @abstractmethod
@@ -256,13 +258,13 @@ class Family(ABC):
     # what it holds and sends
 
     @abstractmethod
-    def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
+    def output_shape(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         """The output of a stage that is not the last, as one tensor-parallel rank has it."""
 
     # how it is built
 
     @property
-    def kernels(self) -> KernelNeeds:
+    def kernel_needs(self) -> KernelNeeds:
         """The kernels that its stages call."""
         return KernelNeeds()
 
@@ -278,7 +280,7 @@ class Family(ABC):
         again: bool,
         documents: bool,
         device: device,
-        held: HeldPositions | None = None,
+        held: LocalPositions | None = None,
     ) -> None:
         """Compare compiled layers with uncompiled ones; :class:`ConfigError` where they differ.
         `held` are the positions that are here, where they are split over ranks."""
@@ -303,7 +305,7 @@ class StageModule(Protocol):
     """Where its layers leave their weight gradients."""
     training: bool
 
-    def use(self, spans: Sequence[Span]) -> None:
+    def set_policies(self, spans: Sequence[BlockSpan]) -> None:
         """Set which activations the layers keep: `spans` cover all layers in order."""
 
     def __call__(

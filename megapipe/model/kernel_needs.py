@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megapipe.ops.scores import PLAIN, Scores
+from megapipe.ops.scores import PLAIN, ScoreModifiers
 
 
 class AttentionNeeds(NamedTuple):
@@ -15,7 +15,7 @@ class AttentionNeeds(NamedTuple):
     """Key and value heads."""
     head_dim: int
     dropout: float
-    scores: Scores = PLAIN
+    scores: ScoreModifiers = PLAIN
     """Of the layers that differ most from plain attention."""
 
 

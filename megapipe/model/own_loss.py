@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.model.interface import Conditions, Loss
+from megapipe.model.interface import Loss, RunShape
 from megapipe.util.user_code import FAILURES, UserCode, in_one_line
 
 if TYPE_CHECKING:
     from torch import Tensor, device
 
 
-def load_loss(given: Conditions) -> Loss | None:
+def load_loss(given: RunShape) -> Loss | None:
     """The loss that ``train.loss`` names, if any. Raises :class:`ConfigError`, as the loss may."""
     if given.loss is None:
         return None

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megapipe.observe.record import StepRecord, ValidationRecord, finite_fields
-from megapipe.util.beneath import open_beneath
+from megapipe.util.beneath import open_no_symlinks
 
 _LONGEST_LINE = 2**20  # bytes
 
@@ -30,7 +30,7 @@ class JsonlSink:
     name = "log.jsonl"
 
     def __init__(self, path: Path) -> None:
-        self._file = open_beneath(path.parent, path.name, "a+b", buffering=0)
+        self._file = open_no_symlinks(path.parent, path.name, "a+b", buffering=0)
         self._keep(self._end_of_last_line())
 
     def step(self, record: StepRecord) -> None:

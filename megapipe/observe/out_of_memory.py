@@ -14,7 +14,7 @@ from megapipe.layout.layout import Layout
 from megapipe.plan.demand import demand, size_text
 from megapipe.plan.report import report
 from megapipe.plan.units import units_of_run
-from megapipe.util.beneath import make_folder, open_beneath, write_beneath
+from megapipe.util.beneath import make_folder, open_no_symlinks, write_no_symlinks
 
 _HOST = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", re.DOTALL)
 """The message where torch is refused memory of the host."""
@@ -47,9 +47,9 @@ def out_of_memory(error: BaseException, config: Config, layout: Layout, rank: in
     left = f"all of it is in {plan}, "
     try:
         make_folder(run, FOLDER)  # of a run, perhaps, that has none of its own yet
-        write_beneath(run, f"{FOLDER}/{plan.name}", report(config, layout))
+        write_no_symlinks(run, f"{FOLDER}/{plan.name}", report(config, layout))
         if torch.cuda.is_available():
-            open_beneath(run, f"{FOLDER}/{snapshot.name}", "wb").close()  # torch follows links
+            open_no_symlinks(run, f"{FOLDER}/{snapshot.name}", "wb").close()  # torch follows links
             torch.cuda.memory._dump_snapshot(str(snapshot))
             left += f"a snapshot for pytorch.org/memory_viz in {snapshot}"
         else:

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megapipe.command_line import Parser, run_command
 from megapipe.errors import DataError
-from megapipe.util.beneath import open_beneath
+from megapipe.util.beneath import open_no_symlinks
 
 MERGED = "merged.json.gz"
 PROCESSES_PER_RANK = 1000
@@ -54,7 +54,7 @@ class StepProfile:
         name = f"{self._name}/rank_{self.rank:04d}.json.gz"
         with (
             tempfile.TemporaryDirectory() as own,  # as torch takes a path, and follows links
-            open_beneath(self._run_folder, name, "wb") as file,
+            open_no_symlinks(self._run_folder, name, "wb") as file,
             gzip.open(file, "wb") as out,
         ):
             path = Path(own, "trace.json")
@@ -74,7 +74,7 @@ def merge(folder: Path) -> Path:
         raise DataError(f"{folder}: no rank_*.json.gz, expected the folder of a profiled step")
     base = None
     with (
-        open_beneath(folder, MERGED, "wb") as file,
+        open_no_symlinks(folder, MERGED, "wb") as file,
         gzip.open(file, "wt", encoding="utf-8") as out,
     ):
         out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megapipe.errors import ConfigError, DataError, MegapipeError
-from megapipe.util.beneath import make_folder, open_beneath
-from megapipe.util.left_out import LeftOut
-from megapipe.words import counted
+from megapipe.util.beneath import make_folder, open_no_symlinks
+from megapipe.util.left_out import SkippedSamples
+from megapipe.words import count_noun
 
 FOLDER = "samples"
 _START = re.compile(r"(\d+)-after-(\d+)")
@@ -38,7 +38,7 @@ _APART = 2
 """Steps at most that one process may be ahead of another when both are killed."""
 
 
-class Taken(NamedTuple):
+class LoggedSample(NamedTuple):
     """A sample that a step took."""
 
     number: int
@@ -64,13 +64,13 @@ class SampleWriter:
 
     def __init__(self, start: Path, rank: int) -> None:
         run_folder, name = start.parents[1], f"{FOLDER}/{start.name}/rank-{rank:05}.jsonl"
-        self._file = open_beneath(run_folder, name, "ab", buffering=0)
+        self._file = open_no_symlinks(run_folder, name, "ab", buffering=0)
 
-    def step(self, step: int, samples: Sequence[Taken]) -> None:
+    def step(self, step: int, samples: Sequence[LoggedSample]) -> None:
         """Append the samples of a step, counted from 1. Raises OSError."""
         self._write({"step": step, "samples": samples})
 
-    def left_out(self, samples: Sequence[Taken]) -> None:
+    def left_out(self, samples: Sequence[LoggedSample]) -> None:
         """Append samples that no step takes. Raises OSError."""
         self._write({"left_out": samples})
 
@@ -86,20 +86,20 @@ class SampleWriter:
 class Logged(NamedTuple):
     """The logs of a run's starts."""
 
-    steps: dict[int, list[Taken]]
+    steps: dict[int, list[LoggedSample]]
     """The samples of each step that counts, in their order."""
     unfinished: list[int]
     """The last steps, of which a process has no line, as after a kill."""
-    left_out: dict[int, Taken]
+    left_out: dict[int, LoggedSample]
     """Samples that no step was to take, by their numbers."""
 
 
 def read_samples(run_folder: Path) -> Logged:
     """The logs of a run. Raises :class:`DataError` for lines that cannot be read,
     :class:`ConfigError` where there are none."""
-    steps: dict[int, list[Taken]] = {}
+    steps: dict[int, list[LoggedSample]] = {}
     ends: list[int] = []
-    left_out: dict[int, Taken] = {}
+    left_out: dict[int, LoggedSample] = {}
     for _, after, folder in sorted(_starts(run_folder / FOLDER)):
         steps = {step: samples for step, samples in steps.items() if step <= after}
         ends, left_out = [], {}
@@ -166,14 +166,14 @@ def check(logged: Logged) -> list[str]:
     steps_taken, range_taken = f"{began} to {numbers[-1]}", f"{first} to {expected - 1}"
     lines = [f"steps {steps_taken} took samples {range_taken} of the run, each once and in order"]
     if passed:
-        ranges = LeftOut.of((number, number + 1) for number in passed).ranges
+        ranges = SkippedSamples.of((number, number + 1) for number in passed).ranges
         words = ", ".join(f"{a} to {b - 1}" for a, b in ranges)
-        lines.append(f"left out: {counted(len(passed), 'sample')}, {words}")
+        lines.append(f"left out: {count_noun(len(passed), 'sample')}, {words}")
     for name, found in sorted(sources.items()):
         low, high = min(found.values()), max(found.values())
         times = f"{low} times" if low == high else f"{low} to {high} times"
         lines.append(
-            f"{name or 'source'}: {counted(found.total(), 'sample')}, {len(found):,} different "
+            f"{name or 'source'}: {count_noun(found.total(), 'sample')}, {len(found):,} different "
             f"ones, each {'once' if high == 1 else times}"
         )
     for step in logged.unfinished:
@@ -191,16 +191,16 @@ def _starts(folder: Path) -> Iterator[tuple[int, int, Path]]:
             yield int(match[1]), int(match[2]), path
 
 
-def _lines(path: Path) -> Iterator[tuple[int | None, list[Taken]]]:
+def _lines(path: Path) -> Iterator[tuple[int | None, list[LoggedSample]]]:
     """The steps of a file, and None with what is left out; a last line that was cut short by a kill
     does not count."""
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             record = json.loads(line)
             if "left_out" in record:
-                yield None, [Taken(*taken) for taken in record["left_out"]]
+                yield None, [LoggedSample(*taken) for taken in record["left_out"]]
             else:
-                yield record["step"], [Taken(*taken) for taken in record["samples"]]
+                yield record["step"], [LoggedSample(*taken) for taken in record["samples"]]
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{path}:{number}: not a line of log.samples") from None
 

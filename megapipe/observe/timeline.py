@@ -14,7 +14,7 @@ from megapipe.schedule.streams.excerpt import Excerpt
 from megapipe.schedule.timing.idle import Idle, idle
 from megapipe.schedule.timing.simulate import Timeline, simulate
 from megapipe.schedule.timing.trace import trace
-from megapipe.util.beneath import write_beneath
+from megapipe.util.beneath import write_no_symlinks
 
 Span = tuple[Time, Time]
 
@@ -40,7 +40,7 @@ def write_timeline(folder: Path, step: int, measured: Timeline, plan: Cost) -> s
     )
 
 
-class Window(NamedTuple):
+class RecordedWindow(NamedTuple):
     """A window of a stream that was recorded with those beside it."""
 
     cut: Excerpt
@@ -54,7 +54,7 @@ class Window(NamedTuple):
         return self.cut.span(timeline, self.number)
 
 
-def write_window(folder: Path, step: int, window: Window, plan: Cost) -> str:
+def write_window(folder: Path, step: int, window: RecordedWindow, plan: Cost) -> str:
     """Write the same two files of a step without a flush; returns a line about it.
 
     Drawn is the time that the step takes on the first rank, beside that in a simulation of the
@@ -80,9 +80,9 @@ def _write(
     """Write timelines by name, and a picture of each within its span; returns the picture's
     path."""
     name = f"timeline/step_{step:06d}"
-    write_beneath(folder, f"{name}.json", json.dumps(trace(both, unit=1e6)))
+    write_no_symlinks(folder, f"{name}.json", json.dumps(trace(both, unit=1e6)))
     scenes = [picture(_named(timeline, of), span=spans.get(of)) for of, timeline in both.items()]
-    write_beneath(folder, f"{name}.svg", to_svg(stack(scenes)))
+    write_no_symlinks(folder, f"{name}.svg", to_svg(stack(scenes)))
     return folder / f"{name}.svg"
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from megapipe.observe.record import StepRecord, ValidationRecord
-from megapipe.util.answers import within
-from megapipe.util.beneath import make_folder, open_beneath
+from megapipe.util.answers import call_with_timeout
+from megapipe.util.beneath import make_folder, open_no_symlinks
 from megapipe.words import without_secrets
 
 INIT_S, FINISH_S = 60.0, 60.0
@@ -79,10 +79,10 @@ class WandbSink:
     def close(self) -> None:
         """Finish the run, uploading what is left of an online one.
 
-        Raises Mute where that takes too long; the files stay in the run folder, for
+        Raises NoAnswer where that takes too long; the files stay in the run folder, for
         ``wandb sync``.
         """
-        within(FINISH_S, self._run.finish)
+        call_with_timeout(FINISH_S, self._run.finish)
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def _public_arguments() -> Iterator[None]:
 
 def _run_id(run_folder: Path) -> str:
     """The identity kept in a file, made at the first start."""
-    with open_beneath(run_folder, "wandb_id", "a+", encoding="utf-8") as file:
+    with open_no_symlinks(run_folder, "wandb_id", "a+", encoding="utf-8") as file:
         if not file.tell():
             file.write(uuid.uuid4().hex[:12] + "\n")
         file.seek(0)

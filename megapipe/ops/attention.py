@@ -18,12 +18,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from megapipe.ops.documents import Documents, causal_block_mask
 from megapipe.ops.explicit_attention import (
     alibi,
-    explicit_attention,
+    math_attention,
     places_of,
     slopes_on,
     visible,
 )
-from megapipe.ops.scores import PLAIN, Scores
+from megapipe.ops.scores import PLAIN, ScoreModifiers
 
 
 class AttentionKernel(Protocol):
@@ -39,7 +39,7 @@ class AttentionKernel(Protocol):
         v: Tensor,
         dropout: float,
         documents: Documents | None,
-        scores: Scores = PLAIN,
+        scores: ScoreModifiers = PLAIN,
     ) -> Tensor: ...
 
 
@@ -71,7 +71,7 @@ class Sdpa:
         v: Tensor,
         dropout: float,
         documents: Documents | None,
-        scores: Scores = PLAIN,
+        scores: ScoreModifiers = PLAIN,
     ) -> Tensor:
         scores = scores.among(k.shape[2])
         if self.pinned is not None:
@@ -80,7 +80,7 @@ class Sdpa:
         on_gpu = q.is_cuda if self.on_gpu is None else self.on_gpu
         if scores.softcap is not None or not (on_gpu or scores.plain):
             assert not dropout
-            return explicit_attention(q, k, v, documents, scores)
+            return math_attention(q, k, v, documents, scores)
         return self._attend(q, k, v, dropout, documents, scores)
 
     def _attend(
@@ -90,7 +90,7 @@ class Sdpa:
         v: Tensor,
         dropout: float,
         documents: Documents | None,
-        scores: Scores,
+        scores: ScoreModifiers,
     ) -> Tensor:
         s, t = q.shape[2], k.shape[2]
         mask = None
@@ -112,7 +112,9 @@ class Sdpa:
             scale=scores.scale,
         )
 
-    def _mask(self, q: Tensor, t: int, documents: Documents | None, scores: Scores) -> Tensor:
+    def _mask(
+        self, q: Tensor, t: int, documents: Documents | None, scores: ScoreModifiers
+    ) -> Tensor:
         """Of windows and ALiBi, kept: without documents from call to call, else with these."""
         s, shape = q.shape[2], scores._replace(scale=None)
         key = (s, t, shape, q.dtype, q.device)
@@ -147,7 +149,7 @@ class FlashAttn:
         v: Tensor,
         dropout: float,
         documents: Documents | None,
-        scores: Scores = PLAIN,
+        scores: ScoreModifiers = PLAIN,
     ) -> Tensor:
         deterministic = torch.are_deterministic_algorithms_enabled()
         options = {"dropout_p": dropout, "causal": True, "deterministic": deterministic}
@@ -160,7 +162,7 @@ class FlashAttn:
         packed = map(_packed, (q, k, v))
         return _unpacked(self.package.flash_attn_varlen_func(*packed, *runs, **options), q)
 
-    def _options(self, scores: Scores, device: torch.device) -> dict[str, Any]:
+    def _options(self, scores: ScoreModifiers, device: torch.device) -> dict[str, Any]:
         slopes = scores.slopes
         return {
             "softmax_scale": scores.scale,
@@ -187,7 +189,7 @@ class Varlen:
         v: Tensor,
         dropout: float,
         documents: Documents | None,
-        scores: Scores = PLAIN,
+        scores: ScoreModifiers = PLAIN,
     ) -> Tensor:
         assert not dropout
         if documents is None:
@@ -209,7 +211,7 @@ class Flex:
     def __init__(self, flex_attention: Callable[..., Tensor]) -> None:
         self.flex_attention = flex_attention
         self._causal: dict[tuple[int, int, int | None], Any] = {}
-        self._changes: dict[tuple[Scores, int], Any] = {}
+        self._changes: dict[tuple[ScoreModifiers, int], Any] = {}
 
     def __call__(
         self,
@@ -218,7 +220,7 @@ class Flex:
         v: Tensor,
         dropout: float,
         documents: Documents | None,
-        scores: Scores = PLAIN,
+        scores: ScoreModifiers = PLAIN,
     ) -> Tensor:
         assert not dropout
         s, t, window = q.shape[2], k.shape[2], scores.among(k.shape[2]).window
@@ -238,7 +240,7 @@ class Flex:
         return self.flex_attention(q, k, v, **options)
 
 
-def _change(scores: Scores, earlier: int, device: torch.device) -> Callable[..., Tensor]:
+def _change(scores: ScoreModifiers, earlier: int, device: torch.device) -> Callable[..., Tensor]:
     """FlexAttention's change of each score; `earlier` positions come before the first query."""
     cap = scores.softcap
     slopes = None if scores.slopes is None else torch.tensor(scores.slopes, device=device)

@@ -25,11 +25,11 @@ from megapipe.ops.probe import (
     needs_no_graph,
     small_data,
 )
-from megapipe.ops.scores import PLAIN, Scores
+from megapipe.ops.scores import PLAIN, ScoreModifiers
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionShape:
     """The inputs of attention in a run: sizes are those of one process."""
 
     device: torch.device
@@ -46,7 +46,7 @@ class Attended:
     """Sequences come in slices, whose queries also attend to the keys of earlier slices."""
     compiled: bool = False
     """Attention is part of a compiled block."""
-    scores: Scores = PLAIN
+    scores: ScoreModifiers = PLAIN
     """Those of a layer, of as many heads as there are here."""
 
     @property
@@ -56,7 +56,7 @@ class Attended:
         return scores.softcap is not None or not (self.device.type == "cuda" or scores.plain)
 
 
-def candidates(given: Attended) -> list[Candidate[AttentionKernel]]:
+def candidates(given: AttentionShape) -> list[Candidate[AttentionKernel]]:
     """On a GPU flash for packed documents and FlexAttention for scores that are not plain, then
     SDPA; the others are used when named."""
     flash_attn = Candidate(
@@ -109,7 +109,7 @@ def planned_backend(
     raise Unavailable("torch has no kernel for it")
 
 
-def torch_choice(given: Attended, only: str | None = None) -> str:
+def torch_choice(given: AttentionShape, only: str | None = None) -> str:
     """The SDPA backend that torch chooses for a run's attention; `only` allows no other.
 
     Raises :class:`Unavailable`, with torch's reasons, where torch has none for it.
@@ -160,7 +160,7 @@ def _reason(messages: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(line.rstrip(".") for line in said if "because:" not in line))
 
 
-def _pinned(given: Attended, name: str) -> AttentionKernel:
+def _pinned(given: AttentionShape, name: str) -> AttentionKernel:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if name in ("efficient", "cudnn"):
@@ -175,7 +175,7 @@ def _pinned(given: Attended, name: str) -> AttentionKernel:
     return Sdpa(partial(sdpa_kernel, getattr(SDPBackend, _BACKENDS[name])))
 
 
-def _flash_attn(given: Attended) -> AttentionKernel:
+def _flash_attn(given: AttentionShape) -> AttentionKernel:
     needs_cuda(given.device)
     needs_no_graph(given.compiled)
     needs_half(given.dtype)
@@ -185,7 +185,7 @@ def _flash_attn(given: Attended) -> AttentionKernel:
     return FlashAttn(package)
 
 
-def _varlen(given: Attended) -> AttentionKernel:
+def _varlen(given: AttentionShape) -> AttentionKernel:
     needs_cuda(given.device)
     needs_no_graph(given.compiled)
     needs_half(given.dtype)
@@ -200,7 +200,7 @@ def _varlen(given: Attended) -> AttentionKernel:
     return Varlen(varlen_attn)
 
 
-def _flex(given: Attended) -> AttentionKernel:
+def _flex(given: AttentionShape) -> AttentionKernel:
     needs_no_graph(given.compiled)
     needs_cuda(given.device)
     _needs_no_dropout(given)
@@ -210,12 +210,12 @@ def _flex(given: Attended) -> AttentionKernel:
     return Flex(torch.compile(module.flex_attention, dynamic=False))
 
 
-def _needs_no_dropout(given: Attended) -> None:
+def _needs_no_dropout(given: AttentionShape) -> None:
     if given.dropout:
         raise Unavailable(f"has no dropout, and model.dropout is {given.dropout}")
 
 
-def _check(given: Attended, kernel: AttentionKernel) -> None:
+def _check(given: AttentionShape, kernel: AttentionKernel) -> None:
     """Compare with SDPA's plain arithmetic, with and without documents, whole and sliced."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class BlockKernel(Protocol):
+class TileKernel(Protocol):
     """Shapes: q, out and their gradients [b, heads, s, d]; k, v and theirs [b, groups, t, d]; lse
     [b, heads, s], in fp32 (fp64 for fp64). `causal`: s = t, and a query sees the keys of its row
     and those before it; otherwise it sees all."""
@@ -65,7 +65,7 @@ class CpuFlash:
         return found
 
 
-class Explicit:
+class MathTile:
     """Written out, in fp32 (fp64 for fp64): for any device, with a block's scores in memory."""
 
     def forward(

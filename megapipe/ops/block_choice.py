@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megapipe.ops.attention_choice import Attended, torch_choice
-from megapipe.ops.block_attention import BlockKernel, CpuFlash, Explicit, accumulation, merge
-from megapipe.ops.block_kernels import Cudnn, Efficient, Flash, FlashAttnBlocks
-from megapipe.ops.documents import runs_of
-from megapipe.ops.packed_kernels import OneByOne, PackedFlash, PackedFlashAttn, PackedKernel
+from megapipe.ops.attention_choice import AttentionShape, torch_choice
+from megapipe.ops.block_attention import CpuFlash, MathTile, TileKernel, accumulation, merge
+from megapipe.ops.block_kernels import Cudnn, Efficient, Flash, FlashAttnTile
+from megapipe.ops.documents import varlen_lengths
+from megapipe.ops.packed_kernels import OneByOne, PackedFlash, PackedFlashAttn, PackedTileKernel
 from megapipe.ops.probe import (
     Candidate,
     Unavailable,
@@ -26,13 +26,13 @@ from megapipe.ops.probe import (
 )
 
 
-def block_candidates(given: Attended) -> list[Candidate[BlockKernel]]:
+def block_candidates(given: AttentionShape) -> list[Candidate[TileKernel]]:
     """On a CPU torch's flash, on a GPU torch's first that can be used, then what is written out;
     flash-attn is used when named. Lengths of `given` are those of a block."""
     check = partial(check_blocks, given)
-    explicit: Candidate[BlockKernel] = Candidate("explicit", Explicit)
+    explicit: Candidate[TileKernel] = Candidate("explicit", MathTile)
     if given.device.type == "cpu":
-        first: list[Candidate[BlockKernel]] = [Candidate("flash", CpuFlash)]
+        first: list[Candidate[TileKernel]] = [Candidate("flash", CpuFlash)]
     else:
         first = [Candidate("flash", partial(_flash, given), check)]
     return [
@@ -44,39 +44,41 @@ def block_candidates(given: Attended) -> list[Candidate[BlockKernel]]:
     ]
 
 
-def packed_candidates(given: Attended, blocks: BlockKernel) -> list[Candidate[PackedKernel | None]]:
+def packed_candidates(
+    given: AttentionShape, blocks: TileKernel
+) -> list[Candidate[PackedTileKernel | None]]:
     """The kernel of many blocks at once of the same library as that of `blocks`, which the run
     uses; or none."""
     check = partial(check_packs, given)
-    found: list[Candidate[PackedKernel | None]] = []
+    found: list[Candidate[PackedTileKernel | None]] = []
     if isinstance(blocks, Flash):
         found.append(Candidate("varlen", PackedFlash, check))
-    elif isinstance(blocks, FlashAttnBlocks):
+    elif isinstance(blocks, FlashAttnTile):
         of_package = partial(PackedFlashAttn, blocks.interface)
         found.append(Candidate("flash_attn varlen", of_package, check, "flash-attn"))
     return [*found, Candidate("one by one", lambda: None)]
 
 
-def _flash(given: Attended) -> BlockKernel:
+def _flash(given: AttentionShape) -> TileKernel:
     needs_half(given.dtype)
     _needs_eights(given)
     torch_choice(given, "flash")
     return Flash()
 
 
-def _cudnn(given: Attended) -> BlockKernel:
+def _cudnn(given: AttentionShape) -> TileKernel:
     needs_cuda(given.device)
     torch_choice(given, "cudnn")
     return Cudnn()
 
 
-def _efficient(given: Attended) -> BlockKernel:
+def _efficient(given: AttentionShape) -> TileKernel:
     needs_cuda(given.device)
     torch_choice(replace(given, groups=given.heads), "efficient")
     return Efficient()
 
 
-def _flash_attn(given: Attended) -> BlockKernel:
+def _flash_attn(given: AttentionShape) -> TileKernel:
     needs_cuda(given.device)
     needs_half(given.dtype)
     _needs_eights(given)
@@ -84,20 +86,20 @@ def _flash_attn(given: Attended) -> BlockKernel:
     backward = inspect.signature(interface._flash_attn_backward).parameters
     if "window_size_left" not in backward:
         raise Unavailable("has another backward before flash-attn 2.7")
-    return FlashAttnBlocks(interface)
+    return FlashAttnTile(interface)
 
 
-def _needs_eights(given: Attended) -> None:
+def _needs_eights(given: AttentionShape) -> None:
     if given.head_dim % 8:
         raise Unavailable(f"takes heads of a multiple of 8, not {given.head_dim}")
 
 
-def check_blocks(given: Attended, kernel: BlockKernel) -> None:
+def check_blocks(given: AttentionShape, kernel: TileKernel) -> None:
     """Compare with plain arithmetic: causal attention that is put together from three blocks."""
     b, half, scale = 2, 100, given.scores.scale
     blocks = slice(0, half), slice(half, 2 * half)
 
-    def results(of: BlockKernel, precision: torch.dtype) -> list[Tensor]:
+    def results(of: TileKernel, precision: torch.dtype) -> list[Tensor]:
         q_shape, k_shape = ((b, n, 2 * half, given.head_dim) for n in (given.heads, given.groups))
         shapes = [q_shape, k_shape, k_shape, q_shape]
         data = small_data(shapes, given.dtype, precision, given.device)
@@ -124,7 +126,7 @@ def check_blocks(given: Attended, kernel: BlockKernel) -> None:
                 total[:, :, rows] += part
         return [out, lse, *grads]
 
-    agree(kernel, Explicit(), results, given.dtype)
+    agree(kernel, MathTile(), results, given.dtype)
 
 
 _LENGTHS = {
@@ -134,7 +136,7 @@ _LENGTHS = {
 """Of queries and keys, by whether they are causal."""
 
 
-def check_packs(given: Attended, kernel: PackedKernel | None) -> None:
+def check_packs(given: AttentionShape, kernel: PackedTileKernel | None) -> None:
     """Compare with plain arithmetic: blocks of several lengths, causal and not, whose rows see
     further keys elsewhere; and where no block has more than one query.
 
@@ -144,10 +146,10 @@ def check_packs(given: Attended, kernel: PackedKernel | None) -> None:
     scale, device = given.scores.scale, given.device
     cases = [*_LENGTHS.items(), (True, [(1, 1)] * 3), (False, [(1, 5), (1, 1)])]
 
-    def results(of: PackedKernel, precision: torch.dtype) -> list[Tensor]:
+    def results(of: PackedTileKernel, precision: torch.dtype) -> list[Tensor]:
         found: list[Tensor] = []
         for causal, lengths in cases:
-            runs = runs_of(lengths, device)
+            runs = varlen_lengths(lengths, device)
             rows, keys = (sum(side) for side in zip(*lengths, strict=True))
             q_shape, k_shape = (rows, given.heads, d := given.head_dim), (keys, given.groups, d)
             shapes = [q_shape, k_shape, k_shape, q_shape]
@@ -160,4 +162,4 @@ def check_packs(given: Attended, kernel: PackedKernel | None) -> None:
             found += of.backward(grad, q, k, v, out, lse, runs, causal, scale)
         return found
 
-    agree(kernel, OneByOne(Explicit()), results, given.dtype)
+    agree(kernel, OneByOne(MathTile()), results, given.dtype)

@@ -1,7 +1,7 @@
 """Kernels for GPUs that compute blocks of attention: torch's, and flash-attn's.
 
 Each has its own shape of LSE, and its own rules about heads and memory; here they become those of
-:class:`~megapipe.ops.block_attention.BlockKernel`.
+:class:`~megapipe.ops.block_attention.TileKernel`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Efficient:
         return grad_q, grad_k, grad_v
 
 
-class FlashAttnBlocks:
+class FlashAttnTile:
     """Tri Dao's flash-attn 2 (2307.08691), `interface` being flash_attn.flash_attn_interface."""
 
     def __init__(self, interface: Any) -> None:

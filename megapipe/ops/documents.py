@@ -12,23 +12,23 @@ from torch import Tensor
 from megapipe.ops.transfer import to_device
 
 
-class Runs(NamedTuple):
+class VarlenLengths(NamedTuple):
     """Where documents end, row after row, as flash kernels with variable lengths take them."""
 
-    q_ends: Tensor
+    cu_seqlens_q: Tensor
     """[n + 1] int32: where each document's queries end, from 0; some may have none."""
-    k_ends: Tensor
+    cu_seqlens_k: Tensor
     """[n + 1] int32: the same of keys."""
-    most_q: int
-    most_k: int
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
-def runs_of(lengths: Sequence[tuple[int, int]], device: torch.device) -> Runs:
+def varlen_lengths(lengths: Sequence[tuple[int, int]], device: torch.device) -> VarlenLengths:
     """Runs of so many queries and keys each."""
     sides = queries, keys = [list(side) for side in zip(*lengths, strict=True)]
     ends = [list(accumulate(side, initial=0)) for side in sides]
     near = to_device(torch.tensor(ends, dtype=torch.int32), device)
-    return Runs(near[0], near[1], max(queries), max(keys))
+    return VarlenLengths(near[0], near[1], max(queries), max(keys))
 
 
 def document_ids(tokens: Tensor, end: int) -> Tensor:
@@ -99,14 +99,14 @@ class Documents:
             self._forms[key] = (same & past).unsqueeze(1)
         return self._forms[key]
 
-    def runs(self, s: int) -> Runs:
+    def runs(self, s: int) -> VarlenLengths:
         """The documents as runs of queries and keys."""
         key = ("runs", s)
         if key not in self._forms:
             here, near = _numbered(self.ids), _numbered(self._near)
             n = int(here[-1, -1]) + 1
             most_q, most_k = (int(x.flatten().bincount().max()) for x in (here[:, -s:], here))
-            self._forms[key] = Runs(_ends(near[:, -s:], n), _ends(near, n), most_q, most_k)
+            self._forms[key] = VarlenLengths(_ends(near[:, -s:], n), _ends(near, n), most_q, most_k)
         return self._forms[key]
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megapipe.ops.documents import Documents
-from megapipe.ops.scores import Scores
+from megapipe.ops.scores import ScoreModifiers
 
 Places = tuple[Tensor, Tensor]
 """The positions of queries [s] and of keys [t], in the type of the scores."""
 
 
-def explicit_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scores: Scores
+def math_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scores: ScoreModifiers
 ) -> Tensor:
     """q [b, heads, s, d], k and v [b, groups, t, d] -> [b, heads, s, d], in fp32 (fp64 for fp64).
 
@@ -36,7 +36,7 @@ def explicit_attention(
 
 
 def visible(
-    s: int, t: int, documents: Documents | None, scores: Scores, device: torch.device
+    s: int, t: int, documents: Documents | None, scores: ScoreModifiers, device: torch.device
 ) -> Tensor:
     """[s, t], with documents [b, 1, s, t], bool: which keys each query sees."""
     if documents is not None:
@@ -87,7 +87,7 @@ class Heads(NamedTuple):
     """[s, t] or [b, 1, s, t], bool; None: all keys."""
     places: Places | None
     """Where scores depend on them."""
-    scores: Scores
+    scores: ScoreModifiers
 
     @property
     def scale(self) -> float:
@@ -130,7 +130,12 @@ class Heads(NamedTuple):
 
 
 def each_heads(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, places: Places | None, scores: Scores
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    places: Places | None,
+    scores: ScoreModifiers,
 ) -> Iterator[Heads]:
     """Those of each key/value head."""
     groups = k.shape[1]
@@ -143,7 +148,7 @@ def each_heads(
 
 
 def _heads(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scores: Scores
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scores: ScoreModifiers
 ) -> Iterator[Heads]:
     s, t, high = q.shape[2], k.shape[2], torch.promote_types(q.dtype, torch.float32)
     seen = visible(s, t, documents, scores, q.device)
@@ -159,7 +164,7 @@ class _Explicit(Function):
         k: Tensor,
         v: Tensor,
         documents: Documents | None,
-        scores: Scores,
+        scores: ScoreModifiers,
     ) -> Tensor:
         b, heads, s, d = q.shape
         # positions first, so that the heads of one are one row of memory
@@ -185,7 +190,7 @@ class _Explicit(Function):
 
 
 def _composed(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scores: Scores
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scores: ScoreModifiers
 ) -> Tensor:
     """The same by operations that autograd differentiates, all heads at once."""
     s, t, groups = q.shape[2], k.shape[2], k.shape[1]

@@ -10,23 +10,23 @@ from torch import Tensor
 
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
-from megapipe.ops.block_attention import BlockKernel
+from megapipe.ops.block_attention import TileKernel
 from megapipe.ops.compiler import Compiler
 from megapipe.ops.dropout import DropoutKernel, torch_dropout
 from megapipe.ops.loss import LossKernel, TorchLoss
 from megapipe.ops.moe.grouped import GroupedKernel, loop_product
-from megapipe.ops.moe.rows import RowKernel, TorchRows
+from megapipe.ops.moe.rows import MoEElementwiseKernel, TorchRows
 from megapipe.ops.norm import NormKernel, torch_norm
-from megapipe.ops.packed_kernels import PackedKernel
-from megapipe.ops.probe import Choice
+from megapipe.ops.packed_kernels import PackedTileKernel
+from megapipe.ops.probe import KernelChoice
 from megapipe.ops.rotary import RotaryKernel, torch_rotate
-from megapipe.ops.scores import Scores
+from megapipe.ops.scores import ScoreModifiers
 from megapipe.ops.swiglu import SwigluKernel, torch_swiglu
 from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 
 
 class SplitAttention(Protocol):
-    """Attention by blocks: :class:`megapipe.layers.context.Context`."""
+    """Attention by blocks: :class:`megapipe.layers.context.ContextAttention`."""
 
     def attend(
         self,
@@ -34,7 +34,7 @@ class SplitAttention(Protocol):
         k: Tensor,
         v: Tensor,
         mb: Any,
-        scores: Scores,
+        scores: ScoreModifiers,
         layer: int,
         cache: Any = None,
     ) -> Tensor:
@@ -47,9 +47,9 @@ class Kernels:
     """One kernel per purpose; without arguments torch's own."""
 
     attention: AttentionKernel = field(default_factory=Sdpa)
-    blocks: BlockKernel | None = None
+    attention_tile: TileKernel | None = None
     """In the place of `attention`, where positions are split over ranks or results are kept."""
-    packed: PackedKernel | None = None
+    packed_attention_tile: PackedTileKernel | None = None
     """Computes many of these blocks in one call, where attention ends at documents."""
     context: SplitAttention | None = None
     """Attends by these blocks."""
@@ -63,7 +63,7 @@ class Kernels:
     accumulate: AccumulateKernel = torch_accumulate
     dropout: DropoutKernel = torch_dropout
     experts: GroupedKernel = loop_product
-    rows: RowKernel = field(default_factory=TorchRows)
+    moe_elementwise: MoEElementwiseKernel = field(default_factory=TorchRows)
     """Of experts, around these products."""
     adam: AdamKernel = torch_adam
     compiler: Compiler | None = None
@@ -72,7 +72,7 @@ class Kernels:
     """Tokens whose logits exist at a time; 0: all tokens of a micro-batch."""
     overlap: bool = True
     """Tensor-parallel collectives run beside weight gradients."""
-    choices: Sequence[Choice[Any]] = ()
+    choices: Sequence[KernelChoice[Any]] = ()
 
     def banner(self) -> str:
         """One line: what is used for what, and why."""

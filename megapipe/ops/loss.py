@@ -55,17 +55,18 @@ class LossKernel(Protocol):
     def wide(self) -> bool:
         """Whether it takes the logits in :func:`loss_dtype`, else in the model's type."""
 
-    def shares(self, logits: Tensor, labels: Labels) -> Tensor:
+    def local_stats(self, logits: Tensor, labels: Labels) -> Tensor:
         """[3, n]: this rank's maxima, sums of exponentials and logits of labels."""
 
     def results(
         self, logits: Tensor, labels: Labels, gathered: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Losses [n] in nats, and the gradient of the logits [n, V/tp] for `weights` [n] of the
-        losses, after :meth:`shares` on the same logits; `gathered` [tp, 3, n] are all ranks'."""
+        losses, after :meth:`local_stats` on the same logits; `gathered` [tp, 3, n] are those of
+        all ranks."""
 
 
-class Combined(NamedTuple):
+class VocabStats(NamedTuple):
     """Over the whole vocabulary."""
 
     losses: Tensor
@@ -74,21 +75,22 @@ class Combined(NamedTuple):
     """[n], which makes probabilities of a rank's exponentials."""
 
 
-def combine(gathered: Tensor, tp_index: int) -> Combined:
+def merge_vocab_stats(gathered: Tensor, tp_index: int) -> VocabStats:
     """From the shares of all ranks, [tp, 3, n], for rank `tp_index`."""
     tops, sums, targets = gathered.unbind(1)
     highest = tops.amax(0)
     total = (sums * (tops - highest).exp()).sum(0)
     factor = (tops[tp_index] - highest).exp() / total
-    return Combined(highest - targets.sum(0) + total.log(), factor)
+    return VocabStats(highest - targets.sum(0) + total.log(), factor)
 
 
 class TorchLoss:
-    """torch's operations, in place: :meth:`shares` leaves exponentials in place of the logits."""
+    """torch's operations, in place: :meth:`local_stats` leaves exponentials in place of
+    the logits."""
 
     wide = True
 
-    def shares(self, logits: Tensor, labels: Labels) -> Tensor:
+    def local_stats(self, logits: Tensor, labels: Labels) -> Tensor:
         if labels.columns < logits.shape[-1]:
             logits[:, labels.columns :] = float("-inf")
         target = logits.gather(-1, labels.column).masked_fill(labels.elsewhere, 0).squeeze(-1)
@@ -100,7 +102,7 @@ class TorchLoss:
     def results(
         self, logits: Tensor, labels: Labels, gathered: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        losses, factor = combine(gathered, labels.tp_index)
+        losses, factor = merge_vocab_stats(gathered, labels.tp_index)
         return losses, gradient(logits, labels, factor, weights)
 
 
@@ -121,7 +123,7 @@ class InductorLoss:
         self._shares = compile_elementwise(_shares)
         self._results = compile_elementwise(_results)
 
-    def shares(self, logits: Tensor, labels: Labels) -> Tensor:
+    def local_stats(self, logits: Tensor, labels: Labels) -> Tensor:
         return self._shares(logits, labels.column, labels.elsewhere, labels.columns)
 
     def results(
@@ -180,7 +182,7 @@ def candidates(*, device: torch.device, dtype: torch.dtype) -> list[Candidate[Lo
         )
         labels = Labels.of(torch.arange(-40, 200, 40, device=device), 200, 0, 190)
         work = logits.to(loss_dtype(logits.dtype)) if kernel.wide else logits.clone()
-        gathered = kernel.shares(work, labels).unsqueeze(0)
+        gathered = kernel.local_stats(work, labels).unsqueeze(0)
         return kernel.results(work, labels, gathered, weights.to(gathered.dtype))
 
     def check(kernel: LossKernel) -> None:

@@ -2,7 +2,7 @@
 
 The rows of these blocks follow each other, with where each block ends: what others call variable
 lengths. Each block's result, and its backward, are as those of a
-:class:`~megapipe.ops.block_attention.BlockKernel`.
+:class:`~megapipe.ops.block_attention.TileKernel`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megapipe.ops.block_attention import BlockKernel
-from megapipe.ops.documents import Runs
+from megapipe.ops.block_attention import TileKernel
+from megapipe.ops.documents import VarlenLengths
 
 
-class PackedKernel(Protocol):
+class PackedTileKernel(Protocol):
     """Shapes: q, out and their gradients [rows, heads, d]; k, v and theirs [keys, groups, d]; lse
     [heads, rows], in fp32. Each of the `runs` is a block, and has queries and keys; `causal`: of
     each as many, and a query sees the keys of its row and those before it in the block; otherwise
     it sees all of the block."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, causal: bool, scale: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        runs: VarlenLengths,
+        causal: bool,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
         """Output and LSE."""
 
@@ -37,7 +43,7 @@ class PackedKernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        runs: Runs,
+        runs: VarlenLengths,
         causal: bool,
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,11 +54,17 @@ class OneByOne:
     """Each block by a kernel of one: what the others are compared with. The host reads where blocks
     end."""
 
-    def __init__(self, kernel: BlockKernel) -> None:
+    def __init__(self, kernel: TileKernel) -> None:
         self.kernel = kernel
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, causal: bool, scale: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        runs: VarlenLengths,
+        causal: bool,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
         found = [
             self.kernel.forward(_heads(q[rows]), _heads(k[keys]), _heads(v[keys]), causal, scale)
@@ -71,7 +83,7 @@ class OneByOne:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        runs: Runs,
+        runs: VarlenLengths,
         causal: bool,
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +111,13 @@ class PackedFlash:
     """torch's flash attention for GPUs: bf16 and fp16, fewer key heads as they are."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, causal: bool, scale: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        runs: VarlenLengths,
+        causal: bool,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
         of = torch.ops.aten._flash_attention_forward
         out, lse, *_ = of(q, k, v, *_at_least_two(runs), 0.0, causal, False, scale=scale)
@@ -113,7 +131,7 @@ class PackedFlash:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        runs: Runs,
+        runs: VarlenLengths,
         causal: bool,
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +159,13 @@ class PackedFlashAttn:
         self.interface = interface
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, causal: bool, scale: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        runs: VarlenLengths,
+        causal: bool,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.interface.flash_attn_varlen_func(
             q,
@@ -162,7 +186,7 @@ class PackedFlashAttn:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        runs: Runs,
+        runs: VarlenLengths,
         causal: bool,
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,16 +212,16 @@ class PackedFlashAttn:
         return grad_q, grad_k, grad_v
 
 
-def _at_least_two(runs: Runs) -> Runs:
+def _at_least_two(runs: VarlenLengths) -> VarlenLengths:
     """The same, said to have a block of two queries at least: so flash takes the same code for
     blocks of any lengths, and what its check has loaded is all that is ever called. Where no block
     had more than one query, heads would take the place of queries, in code of its own."""
-    return runs._replace(most_q=max(2, runs.most_q))
+    return runs._replace(max_seqlen_q=max(2, runs.max_seqlen_q))
 
 
-def _blocks(runs: Runs) -> list[tuple[slice, slice]]:
+def _blocks(runs: VarlenLengths) -> list[tuple[slice, slice]]:
     """The rows of queries and of keys of each block."""
-    q_ends, k_ends = runs.q_ends.tolist(), runs.k_ends.tolist()
+    q_ends, k_ends = runs.cu_seqlens_q.tolist(), runs.cu_seqlens_k.tolist()
     sides = [[slice(*pair) for pair in pairwise(ends)] for ends in (q_ends, k_ends)]
     return list(zip(*sides, strict=True))
 

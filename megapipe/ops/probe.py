@@ -70,7 +70,7 @@ class Candidate(Generic[K]):
 
 
 @dataclass(frozen=True)
-class Choice(Generic[K]):
+class KernelChoice(Generic[K]):
     """The kernel that is used for one purpose, and why."""
 
     purpose: str
@@ -85,7 +85,7 @@ class Choice(Generic[K]):
         return f"{self.purpose} {name}" + (f" ({self.why})" if self.why else "")
 
 
-def choose(purpose: str, wanted: str, candidates: Sequence[Candidate[K]]) -> Choice[K]:
+def choose_kernel(purpose: str, wanted: str, candidates: Sequence[Candidate[K]]) -> KernelChoice[K]:
     """The first usable candidate if `wanted` is auto, else the one of that name.
 
     Raises :class:`ConfigError` where the wanted one cannot be used: nobody who asks for a kernel
@@ -100,7 +100,7 @@ def choose(purpose: str, wanted: str, candidates: Sequence[Candidate[K]]) -> Cho
             kernel = _usable(candidate)
         except Unavailable as reason:
             raise ConfigError(f"kernels.{purpose}={wanted}: {reason}; expected auto") from None
-        return Choice(purpose, wanted, "as configured", kernel, _version(candidate.package))
+        return KernelChoice(purpose, wanted, "as configured", kernel, _version(candidate.package))
     refused: dict[str, list[str]] = {}
     warnings: list[str] = []
     for candidate in candidates:
@@ -113,7 +113,7 @@ def choose(purpose: str, wanted: str, candidates: Sequence[Candidate[K]]) -> Cho
             continue
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
         version = _version(candidate.package)
-        return Choice(purpose, candidate.name, why, kernel, version, tuple(warnings))
+        return KernelChoice(purpose, candidate.name, why, kernel, version, tuple(warnings))
     raise AssertionError(f"{purpose}: not even torch's kernel can be used: {refused}")
 
 

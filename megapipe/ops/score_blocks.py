@@ -14,14 +14,14 @@ from torch import Tensor
 
 from megapipe.context.positions import Positions
 from megapipe.ops.explicit_attention import Heads, each_heads
-from megapipe.ops.scores import Scores
+from megapipe.ops.scores import ScoreModifiers
 
 
 @dataclass(frozen=True)
-class ScoreBlocks:
-    """A :class:`~megapipe.ops.block_attention.BlockKernel` of one block."""
+class ScoreTile:
+    """A :class:`~megapipe.ops.block_attention.TileKernel` of one block."""
 
-    scores: Scores
+    scores: ScoreModifiers
     places: tuple[Positions, Positions] | None = None
     """The positions of the queries and of the keys, where scores depend on them (ALiBi)."""
 

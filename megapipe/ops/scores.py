@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Scores(NamedTuple):
+class ScoreModifiers(NamedTuple):
     """Changes of attention besides hiding later positions; without arguments none."""
 
     scale: float | None = None
@@ -23,21 +23,21 @@ class Scores(NamedTuple):
         """Whether they are products with a scale."""
         return self.softcap is None and self.slopes is None and self.window is None
 
-    def of_heads(self, index: int, parts: int) -> Scores:
+    def of_heads(self, index: int, parts: int) -> ScoreModifiers:
         """The same, of one of `parts` equal parts of the heads."""
         if self.slopes is None:
             return self
         size = len(self.slopes) // parts
         return self._replace(slopes=self.slopes[index * size : (index + 1) * size])
 
-    def among(self, length: int) -> Scores:
+    def among(self, length: int) -> ScoreModifiers:
         """The same, of `length` keys, on which a window as long has no effect."""
         if self.window is None or self.window < length:
             return self
         return self._replace(window=None)
 
 
-PLAIN = Scores()
+PLAIN = ScoreModifiers()
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
         yield from tensors_in([*values.values()])
 
 
-class Live(NamedTuple):
+class LiveStorage(NamedTuple):
     """A storage that is alive."""
 
     bytes: int
@@ -44,7 +44,7 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self._known: dict[int, torch.UntypedStorage] = {}
         self.know(known)
-        self._alive: dict[int, Live] = {}
+        self._alive: dict[int, LiveStorage] = {}
         self.bytes = 0
         """Bytes of all storages alive, without copies in host memory."""
         self.peak = 0
@@ -77,7 +77,7 @@ class LiveStorages(TorchDispatchMode):
         name, size = id(storage), storage.nbytes()
         if name in self._alive or not size or storage._cdata in self._known:
             return
-        self._alive[name] = Live(size, in_host)
+        self._alive[name] = LiveStorage(size, in_host)
         if not in_host:
             self.bytes += size
             self.peak = max(self.peak, self.bytes)
@@ -89,7 +89,7 @@ class LiveStorages(TorchDispatchMode):
             self.bytes -= gone.bytes
 
     @property
-    def alive(self) -> Mapping[int, Live]:
+    def alive(self) -> Mapping[int, LiveStorage]:
         """Each storage that is alive, by the `id` of its ``untyped_storage()``."""
         return self._alive
 

@@ -3,9 +3,9 @@
 A bucket holds a stage's parameters in the model dtype and their main gradients in fp32 (fp64 for
 fp64), each as one flat array, so that reducing, sharding and gathering are one call per bucket. A
 large stage has several, so that its last layers' gradients can leave while those of the first are
-being computed (Li et al., 2006.15704). Parameters are ordered by :class:`Segment`: those that decay
-before those that do not, split ones before those that every tp rank holds; weight decay and the
-norm then act on a few ranges.
+being computed (Li et al., 2006.15704). Parameters are ordered by :class:`BucketSegment`: those that
+decay before those that do not, split ones before those that every tp rank holds; weight decay and
+the norm then act on a few ranges.
 
 A stage that several pipeline ranks hold (bidirectional pipelines) has a bucket that they share:
 its shard group is dp x holders, so one owner updates a slice and all holders gather it, and the
@@ -32,10 +32,10 @@ from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.layout.buckets import BucketPlan, aligned
 from megapipe.optim.groups import BucketGroups
-from megapipe.optim.link import Link
+from megapipe.optim.link import TiedEmbeddingLink
 
 
-class Modules(Protocol):
+class ModuleLike(Protocol):
     """Modules with parameters: a model, or a stage of one."""
 
     def modules(self) -> Iterator[nn.Module]: ...
@@ -54,7 +54,7 @@ class Owned(NamedTuple):
         self.module._parameters[self.name] = new
 
 
-def owned_parameters(module: Modules) -> Iterator[Owned]:
+def owned_parameters(module: ModuleLike) -> Iterator[Owned]:
     """All parameters of a module, one by one also where two share a name."""
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
@@ -62,7 +62,7 @@ def owned_parameters(module: Modules) -> Iterator[Owned]:
                 yield Owned(owner, name, parameter)
 
 
-class Entry(NamedTuple):
+class ParamRange(NamedTuple):
     """A parameter's place [start, stop) in its bucket."""
 
     spec: LocalParameter
@@ -70,21 +70,21 @@ class Entry(NamedTuple):
     stop: int
 
 
-class Placed(NamedTuple):
+class BucketParam(NamedTuple):
     """A parameter of a module, its place in the bucket, and which of its gradients is its."""
 
     parameter: Parameter
-    entry: Entry
+    entry: ParamRange
     use: int
 
 
-class Segment(NamedTuple):
+class BucketSegment(NamedTuple):
     """A range [start, stop) of a bucket whose parameters share these properties."""
 
     start: int
     stop: int
     decay: bool
-    counted: bool
+    is_primary: bool
     """In the norm of all ranks, by this one."""
 
 
@@ -102,8 +102,8 @@ class Bucket:
     :func:`aligned`, with zeros in between. A `shared` bucket has several stages or several holders;
     `holders` counts those in this process, and the last of them completes the gradients.
 
-    With `sharded_grads` the main gradients have memory between :meth:`open_grads` and
-    :meth:`close_grads` only; with `sharded_weights` so have the weights, likewise. The gradients of
+    With `sharded_grads` the main gradients have memory between :meth:`alloc_grads` and
+    :meth:`free_grads` only; with `sharded_weights` so have the weights, likewise. The gradients of
     a `late` one are reduced once, at the end of a step. Parameters of a `frozen` one have no
     gradients. `link` leads to a bucket of another stage with the same parameters.
     """
@@ -123,7 +123,7 @@ class Bucket:
         sharded_weights: bool = False,
         late: bool = False,
         frozen: bool = False,
-        link: Link | None = None,
+        link: TiedEmbeddingLink | None = None,
     ) -> None:
         self.index = index
         self.start = start
@@ -140,16 +140,16 @@ class Bucket:
         """Whether its parameters are split over ep; then all are."""
         uses = sorted({spec_of(owned.parameter).use for owned in parameters})
         ordered = sorted(parameters, key=lambda owned: _segment_key(spec_of(owned.parameter)))
-        places: dict[str, Entry] = {}
+        places: dict[str, ParamRange] = {}
         stop, region = 0, None
         for owned in ordered:
             spec = spec_of(owned.parameter)
             if spec.name not in places:
                 if region != _segment_key(spec):
                     region, stop = _segment_key(spec), aligned(stop)
-                places[spec.name] = Entry(spec, stop, stop + spec.numel)
+                places[spec.name] = ParamRange(spec, stop, stop + spec.numel)
                 stop += spec.numel
-        self.entries: list[Entry] = list(places.values())
+        self.entries: list[ParamRange] = list(places.values())
         owners = self.shard.size * self.replicate.size
         self.numel = aligned(stop, owners)
         dtype = ordered[0].parameter.dtype
@@ -159,18 +159,18 @@ class Bucket:
             for _ in (() if frozen else uses)
         ]
         self._early: dict[str, Tensor] = {}
-        """Gradients that autograd computes within ``I``, which may be before `open_grads`."""
-        self.placed: list[Placed] = []
+        """Gradients that autograd computes within ``I``, which may be before `alloc_grads`."""
+        self.placed: list[BucketParam] = []
         for owned in ordered:
             spec = spec_of(owned.parameter)
             entry = places[spec.name]
             new = Parameter(self.view(self.weights, entry), requires_grad=not frozen)
             owned.replace(new)
-            self.placed.append(Placed(new, entry, uses.index(spec.use)))
+            self.placed.append(BucketParam(new, entry, uses.index(spec.use)))
             if frozen:
                 continue
             grad = self.view(self.grads[uses.index(spec.use)], entry)
-            if sharded_grads and spec.by_autograd:
+            if sharded_grads and spec.grad_by_autograd:
                 grad = self._early.setdefault(spec.name, torch.zeros_like(grad))
             cast(Any, new).main_grad = grad
         if sharded_grads:
@@ -179,20 +179,20 @@ class Bucket:
             _release(self.weights)
 
     @staticmethod
-    def view(flat: Tensor, entry: Entry) -> Tensor:
+    def view(flat: Tensor, entry: ParamRange) -> Tensor:
         return flat[entry.start : entry.stop].view(entry.spec.sizes)
 
-    def segments(self) -> Iterator[Segment]:
+    def segments(self) -> Iterator[BucketSegment]:
         """The ranges of equal properties, in order."""
         start = 0
         for i, entry in enumerate(self.entries):
             key = _segment_key(entry.spec)
             last = i + 1 == len(self.entries)
             if last or _segment_key(self.entries[i + 1].spec) != key:
-                yield Segment(start, entry.stop, entry.spec.decay, entry.spec.counted)
+                yield BucketSegment(start, entry.stop, entry.spec.decay, entry.spec.is_primary)
                 start = aligned(entry.stop)
 
-    def add_uses(self) -> None:
+    def sum_tied_grads(self) -> None:
         """Add the gradients of all uses into the first; the order of uses is fixed."""
         for other in self.grads[1:]:
             self.grads[0] += other
@@ -202,17 +202,17 @@ class Bucket:
         for grad in self._early.values():
             grad.zero_()
         if self.sharded_grads:
-            self.close_grads()
+            self.free_grads()
         else:
             for grad in self.grads:
                 grad.zero_()
 
     @property
-    def early(self) -> list[Tensor]:
+    def early_grads(self) -> list[Tensor]:
         """Gradients that are kept apart, as they may come before `grads` has memory."""
         return list(self._early.values())
 
-    def open_grads(self) -> None:
+    def alloc_grads(self) -> None:
         """Give sharded gradients memory, with zeros."""
         _restore(self.grads[0])
         self.grads[0].zero_()
@@ -225,10 +225,10 @@ class Bucket:
                 self.view(self.grads[0], entry).copy_(early)
                 early.zero_()
 
-    def close_grads(self) -> None:
+    def free_grads(self) -> None:
         _release(self.grads[0])
 
-    def open_weights(self) -> Tensor:
+    def alloc_weights(self) -> Tensor:
         """Give sharded weights memory; returns a tensor through which it is to be filled.
 
         That tensor has the memory of the weights but not their version counter, so autograd sees no
@@ -237,7 +237,7 @@ class Bucket:
         _restore(self.weights)
         return self.weights.data
 
-    def close_weights(self) -> None:
+    def free_weights(self) -> None:
         _release(self.weights)
 
 
@@ -256,7 +256,7 @@ def _segment_key(spec: LocalParameter) -> tuple[bool, bool]:
 
 
 def make_buckets(
-    plans: Iterable[BucketPlan], modules: Mapping[int, Modules], mesh: ParallelMesh
+    plans: Iterable[BucketPlan], modules: Mapping[int, ModuleLike], mesh: ParallelMesh
 ) -> list[Bucket]:
     """Make the buckets of this process' stages by their `plans`, in that order; they give the
     parameters their storage. Parameters of a bucket are in the order of the modules."""

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.layers.weight_replicas import SharedTensor
-from megapipe.optim.buffers import Entry
+from megapipe.optim.buffers import ParamRange
 from megapipe.optim.checksum import Checksum
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import MASTER
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 WEIGHTS = "weights"
 _NOTHING = 0
@@ -36,12 +36,12 @@ _NOTHING = 0
 
 
 @dataclass(frozen=True)
-class Held:
+class ReplicatedValue:
     """Values of one parameter on a rank: its `weights`, as it computes with them, or the range
     [start, stop) of a state or a master."""
 
     shard: Shard
-    entry: Entry
+    entry: ParamRange
     kind: str
     start: int
     stop: int
@@ -50,7 +50,7 @@ class Held:
     def key(self) -> int:
         """A number that stands for their name, the same on all ranks; not 0."""
         spec = self.entry.spec
-        regions = [tuple(region) for _, region in spec.placed()]
+        regions = [tuple(region) for _, region in spec.global_regions()]
         return _key(f"{self.kind} {spec.name} {regions} {self.start} {self.stop}")
 
     def read(self) -> Tensor:
@@ -63,7 +63,7 @@ class Held:
             return shard.weights[shard.local(a, b)]
         return shard.bucket.weights[a:b]
 
-    def told(self, stages: int) -> str:
+    def describe(self, stages: int) -> str:
         """The values in words."""
         kind = "master weights" if self.kind == MASTER else self.kind
         index = self.shard.bucket.index
@@ -81,14 +81,14 @@ class HeldReplica:
 
     @property
     def key(self) -> int:
-        """As of :class:`Held`."""
+        """As of :class:`ReplicatedValue`."""
         return _key(f"{WEIGHTS} {self.tensor.key}")
 
     def read(self) -> Tensor:
         """The values, flat [n]: a view of what is kept."""
         return self.tensor.values.view(-1)
 
-    def told(self, stages: int) -> str:
+    def describe(self, stages: int) -> str:
         """The values in words."""
         return f"{WEIGHTS} of {self.tensor.words} (stage {self.stage})"
 
@@ -97,7 +97,7 @@ def _key(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
 
 
-def held(optimizer: Optimizer) -> Iterator[Held]:
+def replicated_values(optimizer: Optimizer) -> Iterator[ReplicatedValue]:
     """All values that a rank holds between steps, when the weights are gathered."""
     for shard in (*optimizer.shards, *optimizer.frozen):
         masters = (MASTER,) if shard.store.own_master else ()
@@ -105,12 +105,13 @@ def held(optimizer: Optimizer) -> Iterator[Held]:
             a, b = max(entry.start, shard.start), min(entry.stop, shard.stop)
             own = (a - entry.start, b - entry.start)
             if not shard.bucket.sharded_weights:
-                yield Held(shard, entry, WEIGHTS, 0, entry.stop - entry.start)
+                yield ReplicatedValue(shard, entry, WEIGHTS, 0, entry.stop - entry.start)
             elif a < b:
-                yield Held(shard, entry, WEIGHTS, *own)
+                yield ReplicatedValue(shard, entry, WEIGHTS, *own)
             if a < b:
                 yield from (
-                    Held(shard, entry, kind, *own) for kind in (*masters, *shard.store.states)
+                    ReplicatedValue(shard, entry, kind, *own)
+                    for kind in (*masters, *shard.store.states)
                 )
 
 
@@ -119,8 +120,8 @@ def held_replicas(optimizer: Optimizer) -> Iterator[HeldReplica]:
     all ranks call it."""
     for stage, of_stage in optimizer.replicas.items():
         for replicas in of_stage:
-            replicas.bring()
-            yield from (HeldReplica(stage, tensor) for tensor in replicas.shared())
+            replicas.wait_broadcast()
+            yield from (HeldReplica(stage, tensor) for tensor in replicas.replicated_weights())
 
 
 class _Place(NamedTuple):
@@ -130,7 +131,7 @@ class _Place(NamedTuple):
     column: int
 
 
-class Copies:
+class ReplicaCheck:
     """Compares what several ranks hold of the state of `optimizer`. Made by all ranks together, and
     anew when weights may have other replicas."""
 
@@ -138,7 +139,10 @@ class Copies:
         self._mesh = mesh
         self._stages = optimizer.stages
         self._checksum = Checksum(mesh.device)
-        everything: list[Held | HeldReplica] = [*held(optimizer), *held_replicas(optimizer)]
+        everything: list[ReplicatedValue | HeldReplica] = [
+            *replicated_values(optimizer),
+            *held_replicas(optimizer),
+        ]
         longest = int(mesh.gather_numbers(torch.tensor([len(everything)])).max())
         keys = _filled([each.key for each in everything], longest)
         names = mesh.gather_numbers(keys).tolist()
@@ -160,7 +164,7 @@ class Copies:
             [number for number, each in enumerate(self._places) for _ in each], dtype=torch.int64
         )
 
-    def difference(self) -> str | None:
+    def first_mismatch(self) -> str | None:
         """Say which copies differ, and on which ranks, the same on all ranks; None: none do.
 
         To be called by all ranks, when the weights of the last update are gathered.
@@ -180,8 +184,8 @@ class Copies:
             sums = {place.rank: int(table[place]) for place in self._places[number]}
             found.append((number, *_minority(sums)))
         number, who, _ = next((each for each in found if each[2]), found[0])
-        more = f", and {counted(len(found) - 1, 'more value')}" if len(found) > 1 else ""
-        return f"{self.held[number].told(self._stages)}{more}: {who}"
+        more = f", and {count_noun(len(found) - 1, 'more value')}" if len(found) > 1 else ""
+        return f"{self.held[number].describe(self._stages)}{more}: {who}"
 
 
 def _filled(numbers: Sequence[int], length: int) -> Tensor:
@@ -199,4 +203,4 @@ def _minority(sums: dict[int, int]) -> tuple[str, bool]:
         return f"ranks {ranks} do not agree, and none is in a minority", False
     wrong = [str(rank) for rank, value in sorted(sums.items()) if value != usual]
     word, verb = ("rank", "differs") if len(wrong) == 1 else ("ranks", "differ")
-    return f"{word} {', '.join(wrong)} {verb} from {counted(most, 'other')}", True
+    return f"{word} {', '.join(wrong)} {verb} from {count_noun(most, 'other')}", True

@@ -10,7 +10,7 @@ from megapipe.layers.parameter import spec_of
 from megapipe.optim.shard import Shard
 
 
-class Departure:
+class BucketLauncher:
     """The buckets of one stage, in the order in which a backward completes them.
 
     A backward goes through the matrices one by one. So a bucket is complete when the gradient of a
@@ -36,7 +36,7 @@ class Departure:
         """Begin a step: no bucket has left."""
         self._left = 0
 
-    def came(self, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
+    def gradient_ready(self, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
         """Note that `parameter` has its gradient, while those of `waiting` are to come.
 
         In the last operation that adds gradients: sends off the buckets before all of theirs.
@@ -46,7 +46,7 @@ class Departure:
             names = (spec_of(each).name for each in waiting)
             self._send(min([here, *(self._place[name] for name in names if name in self._place)]))
 
-    def rest(self) -> None:
+    def launch_remaining(self) -> None:
         """Send off the buckets that have not left, but for those that leave once a step."""
         self._send(len(self.shards))
         self._left = 0

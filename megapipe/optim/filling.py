@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megapipe.layers.parameter import LocalParameter
-from megapipe.optim.buffers import Entry, main_dtype
+from megapipe.optim.buffers import ParamRange, main_dtype
 from megapipe.optim.shard import Shard
 
 Fill = Callable[[LocalParameter, Tensor], None]
@@ -17,9 +17,9 @@ Fill = Callable[[LocalParameter, Tensor], None]
 hold anything before."""
 
 
-def filled(
-    places: Iterable[tuple[Shard, Entry, Tensor | None]], fill: Fill, threads: int = 0
-) -> Iterator[tuple[Shard, Entry, Tensor]]:
+def fill_parameters(
+    places: Iterable[tuple[Shard, ParamRange, Tensor | None]], fill: Fill, threads: int = 0
+) -> Iterator[tuple[Shard, ParamRange, Tensor]]:
     """Each place with what `fill` writes for it, and zeros where it lies beyond the global tensor;
     the values hold until the next are asked for.
 
@@ -41,7 +41,7 @@ def filled(
         spec, turn = entry.spec, memory[number % len(memory)]
         values = turn[: sizes[number]].view(dtypes[number]) if home is None else home
         values = values.view(spec.sizes)
-        if sum(region.numel for _, region in spec.placed()) < spec.numel:
+        if sum(region.numel for _, region in spec.global_regions()) < spec.numel:
             values.zero_()
         fill(spec, values)
         return values

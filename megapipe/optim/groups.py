@@ -1,10 +1,10 @@
-"""Process groups of buckets (:class:`megapipe.layout.buckets.Group`)."""
+"""Process groups of buckets (:class:`megapipe.layout.buckets.BucketGroup`)."""
 
 from __future__ import annotations
 
 from megapipe.distributed.mesh import Axis, ParallelMesh
-from megapipe.layout.buckets import Group
-from megapipe.optim.link import Link
+from megapipe.layout.buckets import BucketGroup
+from megapipe.optim.link import TiedEmbeddingLink
 
 
 class BucketGroups:
@@ -16,7 +16,7 @@ class BucketGroups:
         if mesh.backend != "nccl":
             self._made[mesh.dp.ranks] = mesh.dp
 
-    def axis(self, group: Group) -> Axis:
+    def axis(self, group: BucketGroup) -> Axis:
         """Return the axis of a `group` that this process is in, made at its first use.
 
         All processes that share a bucket ask in the same order.
@@ -28,21 +28,25 @@ class BucketGroups:
             self._made[ranks] = self.mesh.connected(self.mesh.group_of(ranks))
         return self._made[ranks]
 
-    def link(self, first: int, last: int) -> Link:
+    def link(self, first: int, last: int) -> TiedEmbeddingLink:
         """Make the link between this rank and its counterpart, which differs in the pipeline index
         alone. The one at `first` updates."""
         grid, at = self.mesh.grid, self.mesh.at
         ranks = sorted(grid.rank_of(at._replace(pp=index)) for index in (first, last))
         gradients, weights = (self.mesh.group_of(ranks, ctas=1) for _ in range(2))
-        link = Link(gradients, weights, updates=at.pp == first, early=self.mesh.backend != "nccl")
+        link = TiedEmbeddingLink(
+            gradients, weights, updates=at.pp == first, early=self.mesh.backend != "nccl"
+        )
         link.connect(self.mesh.device)
         return link
 
-    def _ranks(self, group: Group) -> tuple[int, ...]:
+    def _ranks(self, group: BucketGroup) -> tuple[int, ...]:
         """List the members of a group, ascending."""
         grid, rank, over_ep = self.mesh.grid, self.mesh.rank, group.over_ep
-        own = grid.copy_of(rank, over_ep=over_ep)
+        own = grid.replica_index(rank, over_ep=over_ep)
         first = own - own // group.stride % group.copies * group.stride
         copies = range(first, first + group.copies * group.stride, group.stride)
-        holders = grid.holders(rank, group.holders, over_ep=over_ep)
-        return tuple(each for each in holders if grid.copy_of(each, over_ep=over_ep) in copies)
+        holders = grid.replica_ranks(rank, group.holders, over_ep=over_ep)
+        return tuple(
+            each for each in holders if grid.replica_index(each, over_ep=over_ep) in copies
+        )

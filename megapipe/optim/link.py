@@ -25,7 +25,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import Wait, done, start_receive, start_send
 
 
-class Link:
+class TiedEmbeddingLink:
     """One end between a rank that `updates` its slice of a tied weight and one that has a copy.
     Receives begin `early`, or when their message is needed."""
 

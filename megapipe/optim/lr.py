@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megapipe.config.config import OptimizerConfig
-from megapipe.layout.lr_plan import LearningRatePlan
+from megapipe.layout.lr_plan import UserLRSchedule
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -16,7 +16,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     of the run. wsd (Hu et al., 2404.06395) holds the peak in between and decays linearly.
     """
     if config.own_schedule:
-        return LearningRatePlan(config, steps).rate(step)
+        return UserLRSchedule(config, steps).rate(step)
     warmup = config.warmup(steps)
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)

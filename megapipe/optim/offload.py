@@ -48,11 +48,11 @@ class MappedFile:
         self.memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-class Array:
+class StateArray:
     """A flat array [n] of state, zeros at first, or `given` memory.
 
-    If it is `away` from the device, an update works on copies there; if it is `narrow`, of another
-    type than the update's, on copies in that type.
+    If it `is_offloaded` from the device, an update works on copies there; if it is `narrow`, of
+    another type than the update's, on copies in that type.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Array:
         self.name = name
         self.place = place
         self.main = main
-        self.away = place != "device"
+        self.is_offloaded = place != "device"
         self._file: MappedFile | None = None
         if given is not None:
             self.values = given
@@ -78,7 +78,7 @@ class Array:
             assert folder is not None, "state on a disk needs a folder"
             self._file = MappedFile(folder, numel * dtype.itemsize)
             self.values = torch.frombuffer(self._file.memory, dtype=dtype)
-        elif self.away:
+        elif self.is_offloaded:
             self.values = torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
         else:
             self.values = torch.zeros(numel, dtype=dtype, device=device)
@@ -87,7 +87,7 @@ class Array:
     @property
     def staging_bytes(self) -> int:
         """Bytes of a window's buffers for each of its values."""
-        near = LANES * self.values.itemsize if self.away else 0
+        near = LANES * self.values.itemsize if self.is_offloaded else 0
         return near + (self.main.itemsize if self.narrow else 0)
 
     def release(self, start: int, stop: int) -> None:
@@ -95,7 +95,7 @@ class Array:
             self._file.release(start * self.values.itemsize, stop * self.values.itemsize)
 
 
-class Copies:
+class CopyStream:
     """A stream for copies beside the one that computes; on the CPU all is done at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -110,21 +110,21 @@ class Copies:
         """A context: copies within it run beside the computation."""
         return nullcontext() if self._copying is None else torch.cuda.stream(self._copying)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def record_event(self) -> torch.cuda.Event | None:
         """The copies up to here."""
         return None if self._copying is None else self._copying.record_event()
 
-    def await_mark(self, mark: torch.cuda.Event | None) -> None:
+    def wait_event(self, mark: torch.cuda.Event | None) -> None:
         """The computation from here on waits for these copies."""
         if mark is not None:
             self._computing.wait_event(mark)
 
-    def follow(self) -> None:
+    def wait_compute(self) -> None:
         """Copies from here on wait for the computation up to here."""
         if self._copying is not None:
             self._copying.wait_stream(self._computing)
 
-    def end(self) -> None:
+    def compute_waits(self) -> None:
         """The computation from here on waits for all copies."""
         if self._copying is not None:
             self._computing.wait_stream(self._copying)
@@ -134,28 +134,28 @@ class Staging:
     """The buffers through which the ranges of some arrays pass, one after the other.
 
     For each range in turn: :meth:`fetch` it before the previous range is updated, :meth:`widen` it,
-    change the values, :meth:`put_back`. At the end, also after an error, :meth:`end`.
+    change the values, :meth:`write_back`. At the end, also after an error, :meth:`end`.
     """
 
     def __init__(
         self,
-        arrays: Sequence[Array],
+        arrays: Sequence[StateArray],
         ranges: Sequence[tuple[int, int]],
         device: torch.device,
-        copies: Copies,
+        copies: CopyStream,
     ) -> None:
         self._arrays = arrays
         self._ranges = ranges
         length = max((b - a for a, b in ranges), default=0)
         self._lanes = [
-            [x.values.new_empty(length, device=device) if x.away else None for x in arrays]
+            [x.values.new_empty(length, device=device) if x.is_offloaded else None for x in arrays]
             for _ in range(min(LANES, len(ranges)))
         ]
         self._wide = [
             torch.empty(length, dtype=x.main, device=device) if x.narrow else None for x in arrays
         ]
         self._copies = copies
-        self._copies.follow()
+        self._copies.wait_compute()
         self._fetched: dict[int, torch.cuda.Event | None] = {}
 
     def _near(self, index: int) -> list[Tensor]:
@@ -173,32 +173,32 @@ class Staging:
         a, b = self._ranges[index]
         with self._copies.begin():
             for x, near in zip(self._arrays, self._near(index), strict=True):
-                if x.away:
+                if x.is_offloaded:
                     near.copy_(x.values[a:b], non_blocking=True)
                     x.release(a, b)
-        self._fetched[index] = self._copies.mark()
+        self._fetched[index] = self._copies.record_event()
 
     def widen(self, index: int) -> list[Tensor]:
         """The values of a fetched range, in the update's type."""
-        self._copies.await_mark(self._fetched.pop(index))
+        self._copies.wait_event(self._fetched.pop(index))
         return [
             near if wide is None else wide[: len(near)].copy_(near)
             for near, wide in zip(self._near(index), self._wide, strict=True)
         ]
 
-    def put_back(self, index: int, narrow: Narrow) -> None:
+    def write_back(self, index: int, narrow: Narrow) -> None:
         """Store the values of :meth:`widen`, which the update has changed, rounded where narrow."""
         a, b = self._ranges[index]
         near = self._near(index)
         for x, kept, wide in zip(self._arrays, near, self._wide, strict=True):
             if wide is not None:
                 narrow(x.name, kept, wide[: b - a], a)
-        self._copies.follow()
+        self._copies.wait_compute()
         with self._copies.begin():
             for x, kept in zip(self._arrays, near, strict=True):
-                if x.away:
+                if x.is_offloaded:
                     x.values[a:b].copy_(kept, non_blocking=True)
                     x.release(a, b)
 
     def end(self) -> None:
-        self._copies.end()
+        self._copies.compute_waits()

@@ -23,9 +23,9 @@ from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layers.parameter import LocalParameter
 from megapipe.layers.weight_replicas import WeightReplicas
 from megapipe.ops.adam import AdamKernel, torch_adam
-from megapipe.optim.buffers import Bucket, Entry
-from megapipe.optim.departure import Departure
-from megapipe.optim.filling import Fill, filled
+from megapipe.optim.buffers import Bucket, ParamRange
+from megapipe.optim.departure import BucketLauncher
+from megapipe.optim.filling import Fill, fill_parameters
 from megapipe.optim.look_ahead import predict
 from megapipe.optim.reduction import REDUCE_DTYPES
 from megapipe.optim.rules import build_rule
@@ -51,7 +51,7 @@ class Optimizer:
     """Updates the weights of `buckets`, which are of the stages 0 .. `stages` - 1 and the tied one.
 
     The order of use in a step: :meth:`zero_grad`, the backward passes, during which the executor
-    calls what :class:`~megapipe.engine.executor.Synchroniser` lists, :meth:`finish_reduce`,
+    calls what :class:`~megapipe.engine.executor.DataParallelHooks` lists, :meth:`finish_reduce`,
     :meth:`update`. State is kept as `states` says; `kernel` does the steps of
     Adam. `velocity` has the decay of the velocity of weights, by stage, where one is kept.
     `replicas` are those of weights, by stage, in the order of layers.
@@ -102,7 +102,7 @@ class Optimizer:
             if bucket.frozen
         ]
         """Of weights that stay as they are: their own masters, with no gradients and no states."""
-        self._own: dict[int, Departure] = defaultdict(Departure)
+        self._own: dict[int, BucketLauncher] = defaultdict(BucketLauncher)
         """Shards whose gradients are complete with one stage's; last, the tied one."""
         self._through: Counter[int] = Counter()
         """How often pipeline ranks of this process have completed a stage's gradients."""
@@ -139,21 +139,23 @@ class Optimizer:
         """Yield them by stage and layer, the same on all ranks that share them."""
         return chain.from_iterable(self.replicas.values())
 
-    def open_grads(self, stage: int) -> None:
+    def alloc_grads(self, stage: int) -> None:
         own = self._sharded(stage)
         # with those being added to, two stages at most have memory for gradients
         while own and (len(self._reducing) > 1 or stage in self._reducing):
             for shard in self._sharded(self._reducing.pop(0)):
                 shard.finish_reduce()
         for shard in own:
-            shard.bucket.open_grads()
+            shard.bucket.alloc_grads()
 
     def _sharded(self, stage: int) -> list[Shard]:
         """The shards of a stage whose gradients are sharded (ZeRO-2, 3)."""
         return [shard for shard in self._own[stage].shards if shard.bucket.sharded_grads]
 
-    def gradient_came(self, stage: int, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
-        self._own[stage].came(parameter, waiting)
+    def gradient_ready(
+        self, stage: int, parameter: Parameter, waiting: Iterable[Parameter]
+    ) -> None:
+        self._own[stage].gradient_ready(parameter, waiting)
 
     def reduce(self, stage: int) -> None:
         own = self._own[stage].shards
@@ -167,26 +169,26 @@ class Optimizer:
                 earlier.advance_reduction()
         if self._sharded(stage):
             self._reducing.append(stage)
-        self._own[stage].rest()
+        self._own[stage].launch_remaining()
 
     def unshard(self, stage: int) -> None:
         for shard in self._of_stage[stage]:
             shard.unshard()
 
-    def await_weights(self, stage: int) -> None:
+    def wait_weights(self, stage: int) -> None:
         for shard in self._of_stage[stage]:
             shard.await_weights()
         for replicas in self.replicas.get(stage, ()):
-            replicas.begin()
+            replicas.start_broadcast()
 
-    def send_copies(self) -> None:
+    def broadcast_expert_replicas(self) -> None:
         """After an update, send the weights that have replicas, if these have changed. All ranks
-        call it. What owners have to gather first leaves in :meth:`await_weights`."""
+        call it. What owners have to gather first leaves in :meth:`wait_weights`."""
         for stage, of_stage in self.replicas.items():
             owners = (s.axis for s in self._of_stage[stage] if s.bucket.over_ep)
             if all(axis.size == 1 for axis in owners):
                 for replicas in of_stage:
-                    replicas.begin()
+                    replicas.start_broadcast()
 
     def reshard(self, stage: int) -> None:
         for shard in self._of_stage[stage]:
@@ -215,16 +217,16 @@ class Optimizer:
 
     def _bring_home(self) -> None:
         """Add the gradients of replicas to those of the ranks that own the weights."""
-        coming = [(each, each.start_home()) for each in self._all_replicas()]
+        coming = [(each, each.start_grad_return()) for each in self._all_replicas()]
         for each, begun in coming:
             if begun is not None:
                 received, wait = begun
                 wait()
-                each.add(received)
+                each.add_returned_grads(received)
 
     def reduce_stage(self, stage: int) -> None:
         """Send off the gradients of a stage, or of the tied embedding, which are complete."""
-        self._own[stage].rest()
+        self._own[stage].launch_remaining()
 
     def finish_stage(self, stage: int) -> Tensor:
         """Complete the sum over the replicas of the gradients of a stage, or of the tied embedding.
@@ -253,7 +255,7 @@ class Optimizer:
             if self.config.look_ahead:
                 distance = self._look_ahead(shard) * lr
                 predict(self.rule, shard, distance, count + 1, shard.weights)
-            shard.publish()
+            shard.start_gather_after_update()
 
     @torch.no_grad()
     def _step(self, shards: Sequence[Shard], lr: float, factor: float, count: int) -> None:
@@ -283,17 +285,17 @@ class Optimizer:
                 shard.await_readers()
                 distance = times * self._look_ahead(shard) * self.lr
                 predict(self.rule, shard, distance, self.count, shard.weights)
-        for shard in self.in_use_order():
-            shard.publish()
+        for shard in self.shards_by_first_use():
+            shard.start_gather_after_update()
         self._copies_are_old()
 
     def _copies_are_old(self) -> None:
         """Weights have changed, and their replicas have not."""
         for replicas in self._all_replicas():
-            replicas.changed()
+            replicas.mark_stale()
 
     @contextmanager
-    def true_weights(self) -> Iterator[None]:
+    def use_master_weights(self) -> Iterator[None]:
         """A context in which the model computes with the masters, whatever ``look_ahead`` is.
 
         All ranks enter and leave it, between steps.
@@ -338,32 +340,32 @@ class Optimizer:
                 if not all_finite(shard.store.read(name, here.start, here.stop)):
                     yield entry.spec.name if name == MASTER else f"{name} of {entry.spec.name}"
 
-    def keep(self) -> None:
-        """Remember weights and states, for :meth:`undo`."""
+    def snapshot(self) -> None:
+        """Remember weights and states, for :meth:`restore`."""
         self._kept = self.count
         for shard in self.shards:
-            shard.store.keep()
+            shard.store.snapshot()
 
-    def undo(self) -> None:
-        """Put weights and states back to what :meth:`keep` saw, bitwise; gradients stay.
+    def restore(self) -> None:
+        """Put weights and states back to what :meth:`snapshot` saw, bitwise; gradients stay.
 
         All ranks call it, also those that have made no update since.
         """
         self.count = self._kept
         for shard in self.shards:
             shard.await_weights()
-            shard.store.undo()
-        for shard in self.in_use_order():
-            shard.publish()
+            shard.store.restore()
+        for shard in self.shards_by_first_use():
+            shard.start_gather_after_update()
         self._copies_are_old()
 
-    def publish_shared(self) -> None:
+    def gather_shared_weights(self) -> None:
         """Take part in the gathers of buckets that other pipeline ranks may have updated."""
-        for shard in self.in_use_order():
+        for shard in self.shards_by_first_use():
             if shard.bucket.shared:
-                shard.publish()
+                shard.start_gather_after_update()
 
-    def in_use_order(self) -> list[Shard]:
+    def shards_by_first_use(self) -> list[Shard]:
         """Shards in the order in which a step first uses them, the same on all ranks that share
         one: by stage, the tied embedding beside the first stage."""
         return sorted(self.shards, key=lambda shard: shard.bucket.index % self.stages)
@@ -373,17 +375,17 @@ class Optimizer:
         for shard in self.shards:
             shard.await_weights()
         for replicas in self._all_replicas():
-            replicas.bring()
+            replicas.wait_broadcast()
 
     @torch.no_grad()
     def set_weights(self, fill: Fill, *, threads: int = 0) -> None:
         """Set every local weight: `fill(spec, out)` writes a region of a global tensor, in threads
-        if `threads` is not 0; see :func:`~megapipe.optim.filling.filled`.
+        if `threads` is not 0; see :func:`~megapipe.optim.filling.fill_parameters`.
 
         Masters get the values in full precision, weights in the model dtype.
         """
         places = ((*each, each[0].weights_in_place(each[1])) for each in self._with_weights())
-        for shard, entry, values in filled(places, fill, threads):
+        for shard, entry, values in fill_parameters(places, fill, threads):
             shard.set_weights(entry, values)
         self._copies_are_old()
 
@@ -406,7 +408,7 @@ class Optimizer:
             fill_state = functools.partial(fill, name)
             held = self._with_state(name)
             places = ((*each, each[0].state_in_place(name, each[1])) for each in held)
-            for shard, entry, values in filled(places, fill_state, threads):
+            for shard, entry, values in fill_parameters(places, fill_state, threads):
                 shard.set_state(name, entry, values)
         if self.config.look_ahead:
             self._publish_ahead()
@@ -421,7 +423,7 @@ class Optimizer:
             for _, entry in self._with_state(name):
                 yield f"optimizer.{name}", entry.spec
 
-    def _with_weights(self) -> Iterator[tuple[Shard, Entry]]:
+    def _with_weights(self) -> Iterator[tuple[Shard, ParamRange]]:
         """Every parameter."""
         for shard in (*self.shards, *self.frozen):
             for entry in shard.bucket.entries:
@@ -431,13 +433,13 @@ class Optimizer:
         """Names of all states that some shard here has."""
         return [*dict.fromkeys(name for shard in self.shards for name in shard.store.states)]
 
-    def _with_state(self, name: str) -> Iterator[tuple[Shard, Entry]]:
+    def _with_state(self, name: str) -> Iterator[tuple[Shard, ParamRange]]:
         """Parameters of which this rank has a state, or masters."""
         for shard, entry in self._with_states():
             if name in (MASTER, *shard.store.states):
                 yield shard, entry
 
-    def _with_states(self) -> Iterator[tuple[Shard, Entry]]:
+    def _with_states(self) -> Iterator[tuple[Shard, ParamRange]]:
         """Parameters of which this rank has states."""
         for shard in self.shards:
             for entry in shard.bucket.entries:
@@ -448,7 +450,7 @@ class Optimizer:
         """The parts of its shards that this rank counts in the norm and writes to checkpoints."""
         for shard in (*self.shards, *self.frozen):
             for entry in shard.bucket.entries:
-                if not entry.spec.counted:
+                if not entry.spec.is_primary:
                     continue
                 a, b = max(entry.start, shard.own_start), min(entry.stop, shard.own_stop)
                 if a < b:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megapipe.distributed.collectives import Wait, all_reduce, done, start_all_gather
 from megapipe.distributed.mesh import Axis
-from megapipe.optim.buffers import Bucket, Entry
+from megapipe.optim.buffers import Bucket, ParamRange
 from megapipe.optim.norm import squared_norm, zero_if_finite
 from megapipe.optim.reduction import Reduction
-from megapipe.optim.state_store import StatePolicy, Store, copy_into
+from megapipe.optim.state_store import StatePolicy, StateStore, copy_into
 
 
 class Shard:
@@ -61,7 +61,7 @@ class Shard:
         self.weights = weights
         """This rank's slice in the model dtype."""
         origin = bucket.start + self.start
-        self.store = Store(
+        self.store = StateStore(
             weights, states, policy, bucket=bucket.index, start=origin, velocity=velocity
         )
         self.older: Sequence[Tensor] = ()
@@ -81,7 +81,7 @@ class Shard:
             if max(s.start, self.start) < min(s.stop, self.stop)
         ]
 
-    def point_at(self, whole: Tensor) -> None:
+    def write_weights_into(self, whole: Tensor) -> None:
         """Let the next update write its weights into `whole`, a flat array of the bucket's size;
         the masters have memory of their own."""
         assert self.store.own_master, "the masters of these weights are no others"
@@ -91,7 +91,7 @@ class Shard:
         """The range [start, stop) of the bucket as an index of the shard's arrays."""
         return slice(start - self.start, stop - self.start)
 
-    def own_range(self, entry: Entry) -> slice:
+    def own_range(self, entry: ParamRange) -> slice:
         """The part of a parameter that is in the shard, as an index of its arrays."""
         return self.local(max(entry.start, self.start), min(entry.stop, self.stop))
 
@@ -109,7 +109,7 @@ class Shard:
         bucket = self.bucket
         assert self._reduction is None, f"bucket {bucket.index} is being reduced already"
         bucket.collect_early()
-        bucket.add_uses()
+        bucket.sum_tied_grads()
         self._sum_parts()
         self._reduction = Reduction(
             bucket.grads[0], bucket.shard, bucket.replicate, self.reduce_dtype
@@ -137,7 +137,7 @@ class Shard:
             self.link.send_gradients(piece)
             piece = piece[:0]
         if self.bucket.sharded_grads:
-            self.bucket.close_grads()
+            self.bucket.free_grads()
             piece = self.grad.add_(piece) if self._parts else piece
             self._parts = True
         self.grad = piece
@@ -146,7 +146,9 @@ class Shard:
         """All-reduce over tp, once, the gradients of this rank's positions or heads alone."""
         bucket = self.bucket
         parts = [
-            bucket.view(bucket.grads[0], entry) for entry in bucket.entries if entry.spec.partial
+            bucket.view(bucket.grads[0], entry)
+            for entry in bucket.entries
+            if entry.spec.grad_is_partial
         ]
         if parts:
             flat = torch.cat([part.flatten() for part in parts])
@@ -159,7 +161,7 @@ class Shard:
         where its copy of a value that another rank counts is not finite."""
         total = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         copies = []
-        for start, stop, counted in ((s.start, s.stop, s.counted) for s in self.segments):
+        for start, stop, counted in ((s.start, s.stop, s.is_primary) for s in self.segments):
             a, b = max(start, self.own_start), min(stop, self.own_stop)
             if a < b and counted:
                 total += squared_norm(self.grad[self.local(a, b)])
@@ -172,7 +174,7 @@ class Shard:
         """Begin to gather the weights from the members of the shard axis, or to receive a copy."""
         bucket, link = self.bucket, self.link
         assert self._gathered is done, f"bucket {bucket.index} is being gathered already"
-        whole = bucket.open_weights() if bucket.sharded_weights else bucket.weights
+        whole = bucket.alloc_weights() if bucket.sharded_weights else bucket.weights
         if not self.updates:
             assert link is not None
             link.await_sent()
@@ -210,20 +212,20 @@ class Shard:
         self._users -= 1
         if self._users == 0 and self.bucket.sharded_weights:
             self.await_weights()
-            self.bucket.close_weights()
+            self.bucket.free_weights()
 
-    def publish(self) -> None:
+    def start_gather_after_update(self) -> None:
         """Begin to gather the updated weights, unless they are gathered on demand (ZeRO-3)."""
         if not self.bucket.sharded_weights:
             self.start_gather()
 
-    def set_weights(self, entry: Entry, values: Tensor) -> None:
+    def set_weights(self, entry: ParamRange, values: Tensor) -> None:
         """Set weights and master of a parameter to `values`, its local region in full precision."""
         if not self.bucket.sharded_weights:
             copy_into(self.bucket.view(self.bucket.weights, entry), values)
         self.set_state("model", entry, values)
 
-    def weights_in_place(self, entry: Entry) -> Tensor | None:
+    def weights_in_place(self, entry: ParamRange) -> Tensor | None:
         """The memory of a parameter's weights, flat, if it is the host's and that of the masters:
         :meth:`set_weights` with it copies nothing."""
         own = self.store.in_place("model", 0, 0)
@@ -231,14 +233,14 @@ class Shard:
             return None
         return self.bucket.weights[entry.start : entry.stop]
 
-    def state_in_place(self, name: str, entry: Entry) -> Tensor | None:
+    def state_in_place(self, name: str, entry: ParamRange) -> Tensor | None:
         """The memory of a parameter's state, flat, if all of it is the host's and here:
         :meth:`set_state` with it copies nothing."""
         if not self.start <= entry.start <= entry.stop <= self.stop:
             return None
         return self.store.in_place(name, entry.start - self.start, entry.stop - self.start)
 
-    def set_state(self, name: str, entry: Entry, values: Tensor) -> None:
+    def set_state(self, name: str, entry: ParamRange, values: Tensor) -> None:
         """Set this shard's part of a state; `values` are those of the whole local region."""
         a, b = max(entry.start, self.start), min(entry.stop, self.stop)
         if a < b:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megapipe.config.config import OptimizerConfig
 from megapipe.errors import ConfigError
 from megapipe.optim.norm import zero_if_finite
-from megapipe.optim.offload import Array, Copies, Staging, StateDevice
+from megapipe.optim.offload import CopyStream, Staging, StateArray, StateDevice
 from megapipe.optim.rounding import round_at_random, scratch_bytes
 
 MASTER = "model"
@@ -41,7 +41,7 @@ class StatePolicy:
     folder: Path | None = None
     window_bytes: int = 64 * MIB
     seed: int = 0
-    apart: bool = False
+    separate_masters: bool = False
     """Masters are copies also of weights of their type, which are then others: predicted ones, or
     one of several versions."""
 
@@ -66,11 +66,11 @@ class StatePolicy:
             folder=folder,
             window_bytes=int(config.window_mib * MIB),
             seed=seed,
-            apart=config.look_ahead != 0,
+            separate_masters=config.look_ahead != 0,
         )
 
 
-class Window(NamedTuple):
+class StateWindow(NamedTuple):
     """A range [start, stop) of a shard, to be updated in place.
 
     All tensors are [stop - start], fp32 (fp64 in an fp64 model).
@@ -98,7 +98,7 @@ def copy_into(target: Tensor, values: Tensor) -> None:
         target.copy_(values)
 
 
-class Store:
+class StateStore:
     """Master weights and states `names` of a shard, whose `weights` [n] are in the model dtype.
 
     fp32 and fp64 weights are their own masters, unless the policy keeps them apart:
@@ -127,8 +127,8 @@ class Store:
         self.finite: Tensor | float = 0.0
         """0 where the last update left finite masters and states, else NaN; fp64 []."""
         self.kept: list[Tensor] = []
-        """Master and states as of the last :meth:`keep`."""
-        self.own_master: bool = self.policy.apart or (
+        """Master and states as of the last :meth:`snapshot`."""
+        self.own_master: bool = self.policy.separate_masters or (
             weights.dtype != self._main and self.policy.master == "fp32"
         )
         """Whether masters have memory of their own, and the weights are set from them."""
@@ -139,14 +139,14 @@ class Store:
         beside = [self._array(VELOCITY, self._main)] if velocity else []
         self._named = {array.name: array for array in (*self._arrays, *beside)}
         self._window = self._window_length()
-        away = any(array.away for array in self._arrays)
-        self._copies = Copies(weights.device if away else torch.device("cpu"))
+        away = any(array.is_offloaded for array in self._arrays)
+        self._copies = CopyStream(weights.device if away else torch.device("cpu"))
         if self.own_master:
             for a, b in self._ranges(0, weights.numel()):
                 self.write(MASTER, a, b, weights[a:b])
 
-    def _array(self, name: str, dtype: torch.dtype, given: Tensor | None = None) -> Array:
-        return Array(
+    def _array(self, name: str, dtype: torch.dtype, given: Tensor | None = None) -> StateArray:
+        return StateArray(
             name,
             self.weights.numel(),
             dtype,
@@ -190,7 +190,7 @@ class Store:
         for array in self._named.values():
             array.release(start, stop)
 
-    def windows(self, start: int, stop: int) -> Iterator[Window]:
+    def windows(self, start: int, stop: int) -> Iterator[StateWindow]:
         """The range [start, stop) of the shard, in windows.
 
         When the iteration goes on, the values of the window are stored, and the weights are set
@@ -198,7 +198,7 @@ class Store:
         """
         if self._window is None and start < stop:
             master, *states = (array.values[start:stop] for array in self._arrays)
-            yield Window(start, stop, master, tuple(states))
+            yield StateWindow(start, stop, master, tuple(states))
             self._set_weights(start, stop, master, states)
             return
         ranges = self._ranges(start, stop)
@@ -208,9 +208,9 @@ class Store:
             for index, (a, b) in enumerate(ranges):
                 staging.fetch(index + 1)
                 master, *states = staging.widen(index)
-                yield Window(a, b, master, tuple(states))
+                yield StateWindow(a, b, master, tuple(states))
                 self._set_weights(a, b, master, states)
-                staging.put_back(index, self._narrow)
+                staging.write_back(index, self._narrow)
         finally:
             staging.end()
 
@@ -233,7 +233,7 @@ class Store:
         if not self._at_random:
             out.copy_(wide)
             return
-        assert self._step is not None, "stochastic rounding needs Store.begin(step)"
+        assert self._step is not None, "stochastic rounding needs StateStore.begin(step)"
         stream = (self.policy.seed, "rounding", self._step, self._bucket, name)
         round_at_random(out, wide, stream, self._origin + start)
 
@@ -250,7 +250,7 @@ class Store:
         """The values [start, stop) of a state if they are in host memory, in the type of masters
         and where an update reads them: what is filled in there needs no :meth:`write`."""
         array = self._named[name]
-        elsewhere = array.away or array.narrow or self.weights.device.type != "cpu"
+        elsewhere = array.is_offloaded or array.narrow or self.weights.device.type != "cpu"
         if elsewhere or (name == MASTER and self.own_master):
             return None
         return self.read(name, start, stop)
@@ -267,25 +267,25 @@ class Store:
         if name == MASTER and self.own_master:
             self.weights[start:stop].copy_(values)
 
-    def keep(self) -> None:
-        """Remember all values, for :meth:`undo`. State must be on the device."""
+    def snapshot(self) -> None:
+        """Remember all values, for :meth:`restore`. State must be on the device."""
         assert self.policy.place == "device"
         if not self.kept:
             self.kept = [torch.empty_like(array.values) for array in self._arrays]
         for copy, array in zip(self.kept, self._arrays, strict=True):
             copy.copy_(array.values)
 
-    def undo(self) -> None:
-        """Put all values back, bitwise, to what :meth:`keep` saw."""
+    def restore(self) -> None:
+        """Put all values back, bitwise, to what :meth:`snapshot` saw."""
         for copy, array in zip(self.kept, self._arrays, strict=True):
             array.values.copy_(copy)
         if self.own_master:
             self.weights.copy_(self.kept[0])
         self.finite = 0.0
 
-    def _settle(self, array: Array) -> None:
+    def _settle(self, array: StateArray) -> None:
         """Wait for copies to and from the host, which the computation waits for."""
-        if array.away and self.weights.is_cuda:
+        if array.is_offloaded and self.weights.is_cuda:
             torch.cuda.current_stream(self.weights.device).synchronize()
 
     def nbytes(self) -> StateBytes:

@@ -51,7 +51,7 @@ def followed(shards: Sequence[Shard], decays: Mapping[int, float]) -> Iterator[N
             velocity.add_(master, alpha=1.0 - gamma)
 
 
-def move_back(shard: Shard, updates: float, out: Tensor) -> None:
+def predict_older_weights(shard: Shard, updates: float, out: Tensor) -> None:
     """Write W - `updates` x delta into `out` [stop - start], in its type; W are the masters."""
     for here, master, velocity in _pieces(shard):
         out[here].copy_(torch.sub(master, velocity, alpha=updates))

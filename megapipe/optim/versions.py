@@ -24,7 +24,7 @@ the updates ahead are below 0 weights that are moved back."""
 NOT_AHEAD = Fraction(0)
 
 
-class Versions:
+class WeightVersions:
     """The newest `kept` versions of a shard's bucket.
 
     `turns`: gradients of one window wait for their update while those of the next come in, so there
@@ -44,7 +44,7 @@ class Versions:
         # the same memory, without the version counter that the parameters share with the buffer
         # they were made in: what is in flight has seen them, and may see other memory written
         bucket.weights = bucket.weights.data
-        shard.point_at(bucket.weights)
+        shard.write_weights_into(bucket.weights)
         others = (torch.zeros_like(bucket.weights) for _ in range(kept - 1))
         self._buffers = deque([bucket.weights, *others])
         """The newest first."""
@@ -72,7 +72,7 @@ class Versions:
         self._buffers.rotate(1)
         self.newest += 1
         bucket.weights = self._buffers[0]
-        shard.point_at(bucket.weights)
+        shard.write_weights_into(bucket.weights)
         self._tell()
 
     def _tell(self) -> None:
@@ -121,7 +121,7 @@ class Versions:
             # not in place: graphs in flight have seen the parameter
             placed.parameter.data = view
 
-    def turn(self) -> None:
+    def switch_accumulator(self) -> None:
         """Let further gradients add up apart from those that have come, from zero."""
         bucket = self.shard.bucket
         assert self._resting is not None

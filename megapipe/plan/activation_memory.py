@@ -45,7 +45,7 @@ def peak_activations(
         return most, moments[-1]
 
     device = host = most_device = most_host = 0
-    for what in op_types(units.layout.listed, rank):
+    for what in op_types(units.layout.run_schedule, rank):
         most, after = changes(what)
         most_device = max(most_device, device + most.device)
         most_host = max(most_host, host + most.host)

@@ -54,9 +54,9 @@ def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
     split = layout.split
     groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses}
     groups["ep"] = layout.ep_ranks
-    if layout.node is not None:
-        groups["ep in a node"] = layout.node
-        groups["ep between nodes"] = layout.ep_ranks // layout.node
+    if layout.ranks_per_node is not None:
+        groups["ep in a node"] = layout.ranks_per_node
+        groups["ep between nodes"] = layout.ep_ranks // layout.ranks_per_node
     if layout.ep > 1 and not declaration(config.optimizer.rule).elementwise:
         groups["etp"] = layout.etp
     if layout.model.experts() and layout.cp > 1:

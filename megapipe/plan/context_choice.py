@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from megapipe.config.config import Config
 from megapipe.config.context import ContextConfig
-from megapipe.context.entries import attention_flops, entries
+from megapipe.context.entries import attention_flops, score_rects
 from megapipe.context.plan import Kind, Message, What
-from megapipe.context.simulate import Link, Timed, simulate
-from megapipe.context.split import Split
+from megapipe.context.simulate import MessageLink, PlanTiming, simulate
+from megapipe.context.split import PositionSplit
 from megapipe.context.tensors import RingTensors, size_of
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
@@ -29,13 +29,13 @@ from megapipe.util.dtypes import Dtype
 
 
 @dataclass(frozen=True)
-class Way:
+class ContextOption:
     """A way to attend, and what it takes of one layer and micro-batch, forward and backward."""
 
     context: ContextConfig
-    within: int
+    intra_node_bytes: int
     """Bytes that the rank which sends most sends to others of its node."""
-    between: int
+    inter_node_bytes: int
     """The same to other nodes."""
     rounds: int
     work: float
@@ -60,7 +60,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Cost(Way):
+class ContextCost(ContextOption):
     """The same, with its time on a device."""
 
     seconds: float
@@ -70,7 +70,7 @@ class Cost(Way):
     messages, and for others with more work."""
 
 
-def costs(config: Config, speeds: Speeds) -> list[Cost]:
+def costs(config: Config, speeds: Speeds) -> list[ContextCost]:
     """All that are possible, the fastest first, of a resolved configuration and its device's speed.
 
     Raises :class:`ConfigError` where its model attends otherwise than plans can.
@@ -85,7 +85,10 @@ def costs(config: Config, speeds: Speeds) -> list[Cost]:
             problem = problem or error
     if not found and problem is not None:
         raise problem
-    return sorted(found, key=lambda cost: (cost.seconds, cost.between, cost.within, cost.bundles))
+    return sorted(
+        found,
+        key=lambda cost: (cost.seconds, cost.inter_node_bytes, cost.intra_node_bytes, cost.bundles),
+    )
 
 
 def _candidates(cp: int) -> Iterator[ContextConfig]:
@@ -110,7 +113,7 @@ def _candidates(cp: int) -> Iterator[ContextConfig]:
 class Attention(NamedTuple):
     """The attention of a layer and micro-batch, whose sequences are not cut into slices."""
 
-    split: Split
+    split: PositionSplit
     plans: ContextPlans
     tensors: RingTensors
     dtype: Dtype
@@ -149,12 +152,12 @@ class Places(NamedTuple):
         return 1e9 * (parallel.node_gb_s if within else parallel.network_gb_s)
 
 
-def way_of(config: Config) -> Way:
+def way_of(config: Config) -> ContextOption:
     """A resolved configuration's own way, on any device. Raises :class:`ConfigError`."""
     return _way(config, Attention.of(config), Places(config))
 
 
-def _way(config: Config, own: Attention, places: Places) -> Way:
+def _way(config: Config, own: Attention, places: Places) -> ContextOption:
     sent = {True: [0] * own.split.cp, False: [0] * own.split.cp}
     for what, index in product(PASSES, range(own.split.cp)):
         for within, size in bytes_sent(own, places, what, index):
@@ -164,17 +167,17 @@ def _way(config: Config, own: Attention, places: Places) -> Way:
     slowest = sum(
         max(0 if pair is None else scores(*pair) for pair in pairs) for pairs in forward.rounds
     )
-    return Way(
+    return ContextOption(
         context=config.context,
-        within=max(sent[True]),
-        between=max(sent[False]),
+        intra_node_bytes=max(sent[True]),
+        inter_node_bytes=max(sent[False]),
         rounds=forward.length,
         work=slowest / mean,
-        bundles=n if own.plans.gathers else forward.held["keys"],
+        bundles=n if own.plans.gathers else forward.max_bundles["keys"],
     )
 
 
-def cost_of(config: Config, speeds: Speeds) -> Cost:
+def cost_of(config: Config, speeds: Speeds) -> ContextCost:
     """The same with its time, on a device of known speed. Raises :class:`ConfigError`."""
     own, places = Attention.of(config), Places(config)
     scores, (_, rows, heads, head_dim) = _scores(config, own.split), own.tensors.queries
@@ -190,13 +193,13 @@ def cost_of(config: Config, speeds: Speeds) -> Cost:
         blocking = _blocking(own, places, what)
         whole += timed.whole + blocking
         exposed[what] = timed.exposed + blocking
-    return Cost(**vars(_way(config, own, places)), seconds=whole, exposed=exposed)
+    return ContextCost(**vars(_way(config, own, places)), seconds=whole, exposed=exposed)
 
 
-def _scores(config: Config, split: Split) -> Callable[[int, int], int]:
+def _scores(config: Config, split: PositionSplit) -> Callable[[int, int], int]:
     """How many scores of a sample and head are of the queries and of the keys of two members."""
-    blocks = split.held([config.train.sequence_length], 0).blocks
-    return cache(lambda i, j: sum(entry.scores for entry in entries(blocks[i], blocks[j])))
+    blocks = split.local([config.train.sequence_length], 0).blocks
+    return cache(lambda i, j: sum(entry.scores for entry in score_rects(blocks[i], blocks[j])))
 
 
 def _rings(own: Attention, places: Places) -> Iterable[int]:
@@ -215,16 +218,16 @@ def _timed(
     what: Pass,
     work: Callable[[int, int], float],
     ulysses: int,
-) -> Timed:
+) -> PlanTiming:
     """The rounds of the ring of the ranks of a Ulysses index."""
     split, size_of_message = own.split, own.sizes(what)
     plan, messages = own.plans.of(what)
 
-    def link(message: Message) -> Link:
+    def link(message: Message) -> MessageLink:
         ends = split.index(message.source, ulysses), split.index(message.target, ulysses)
         within = places.same_node(*ends)
         size = size_of_message(message.what, message.kind)
-        return Link(within, size / places.rate(within=within))
+        return MessageLink(within, size / places.rate(within=within))
 
     return simulate(plan, () if own.plans.gathers else messages, work, link)
 

@@ -32,7 +32,7 @@ from megapipe.ops.loss import InductorLoss, Labels, loss_dtype
 from megapipe.ops.moe.rows import InductorRows
 from megapipe.ops.norm import torch_norm
 from megapipe.ops.probe import planning
-from megapipe.ops.scores import PLAIN, Scores
+from megapipe.ops.scores import PLAIN, ScoreModifiers
 from megapipe.ops.swiglu import torch_swiglu
 from megapipe.ops.weight_grad import torch_accumulate, wide_accumulate
 
@@ -40,7 +40,7 @@ _aten: Any = torch.ops.aten
 
 
 def cuda_kernels(config: Config, layout: Layout) -> Kernels:
-    """Choose the kernels that a run has on a GPU, without a :class:`Context`.
+    """Choose the kernels that a run has on a GPU, without a :class:`ContextAttention`.
 
     Blocks that a run compiles are planned as they are, which takes more.
     """
@@ -48,11 +48,11 @@ def cuda_kernels(config: Config, layout: Layout) -> Kernels:
     with planning():
         chosen = select_kernels(
             config,
-            layout.model.kernels,
+            layout.model.kernel_needs,
             torch.device("cuda"),
             dtype,
             cut=layout.schedule.slices > 1,
-            split=layout.split if layout.attends_by_blocks else None,
+            split=layout.split if layout.uses_attention_tiles else None,
         )
     names = {choice.purpose: choice.name for choice in chosen.choices}
     accumulate = chosen.accumulate
@@ -66,7 +66,9 @@ def cuda_kernels(config: Config, layout: Layout) -> Kernels:
         rotary=_rotate if names.get("rotary") == "inductor" else chosen.rotary,
         swiglu=torch_swiglu if chosen.swiglu is torch_swiglu else _Swiglu.apply,
         loss=_Loss() if isinstance(chosen.loss, InductorLoss) else chosen.loss,
-        rows=_Rows() if isinstance(chosen.rows, InductorRows) else chosen.rows,
+        moe_elementwise=_Rows()
+        if isinstance(chosen.moe_elementwise, InductorRows)
+        else chosen.moe_elementwise,
         accumulate=accumulate,
         dropout=_dropout,
         compiler=None,
@@ -142,7 +144,7 @@ def _flex(
     v: Tensor,
     dropout: float,
     documents: Documents | None,
-    scores: Scores = PLAIN,
+    scores: ScoreModifiers = PLAIN,
 ) -> Tensor:
     """Stand for FlexAttention: it keeps its inputs, the output and an LSE, and copies no heads.
     Its masks of blocks, a few numbers for each 128 x 128 scores, are left out."""
@@ -228,7 +230,7 @@ class _Loss:
 
     wide = False
 
-    def shares(self, logits: Tensor, labels: Labels) -> Tensor:
+    def local_stats(self, logits: Tensor, labels: Labels) -> Tensor:
         out = logits.new_empty(3, len(logits), dtype=loss_dtype(logits.dtype))
         torch.sum(logits, -1, dtype=out.dtype, out=out[0])
         return out
@@ -243,7 +245,7 @@ class _Loss:
 class _Rows:
     """Stand for :class:`InductorRows`: its results, by a kernel each, and two for the gradients."""
 
-    def weighted(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
+    def activate_and_weight(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
         parts = activation.split(wide)
         return torch.mul(parts[0], parts[-1])
 
@@ -257,7 +259,7 @@ class _Rows:
         torch.mul(parts[0], grad.unsqueeze(-2), out=parts[1])
         return inner, grad_wide, of_weight
 
-    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    def unpermute(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         out = rows.new_empty(len(slots), rows.shape[-1], dtype=dtype)
         torch.sum(rows, 0, dtype=dtype, out=out[0])
         return out

@@ -29,7 +29,7 @@ def process_memory(
     return [(model_memory(config, layout, rank), own) for rank, own in enumerate(each)]
 
 
-class Demand(NamedTuple):
+class MemoryDemand(NamedTuple):
     """Bytes that processes hold on their devices, at the most."""
 
     totals: list[int]
@@ -38,7 +38,7 @@ class Demand(NamedTuple):
     """The parts of the largest of them, as text, with those that are elsewhere."""
 
 
-def demand(units: Units, imbalance: Fraction | None = None) -> Demand:
+def demand(units: Units, imbalance: Fraction | None = None) -> MemoryDemand:
     """Plan the memory of a resolved configuration; `imbalance` is that of
     :func:`peak_activations`."""
     config, layout = units.config, units.layout
@@ -54,21 +54,24 @@ def demand(units: Units, imbalance: Fraction | None = None) -> Demand:
     place = totals.index(most)
     memory, activations = each[place]
     parts = {
-        "parameters": memory.parameters - memory.beside,
-        "versions beside them": memory.beside,
-        "gradients": memory.gradients - memory.waiting,
-        "gradients that wait": memory.waiting,
+        "parameters": memory.parameters - memory.older_versions,
+        "versions beside them": memory.older_versions,
+        "gradients": memory.gradients - memory.second_gradients,
+        "gradients that wait": memory.second_gradients,
         "optimizer state": memory.optimizer,
-        "more during a step": memory.passing,
+        "more during a step": memory.transient,
         "activations": activations.device,
         "CUDA and its libraries about": others[place],
         "activations in host memory": activations.host,
-        "optimizer state elsewhere": memory.elsewhere,
-        "copy of a checkpoint in host memory": memory.saved if config.checkpoint.background else 0,
-        "copies of checkpoints in the node's memory": _copies(config, layout) * memory.saved,
+        "optimizer state elsewhere": memory.offloaded,
+        "copy of a checkpoint in host memory": memory.checkpoint_part
+        if config.checkpoint.background
+        else 0,
+        "copies of checkpoints in the node's memory": _copies(config, layout)
+        * memory.checkpoint_part,
     }
     text = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
-    return Demand(totals, text)
+    return MemoryDemand(totals, text)
 
 
 def _copies(config: Config, layout: Layout) -> int:
@@ -129,14 +132,18 @@ def _fits(most: int, speeds: Speeds) -> str:
     return f"fits in {where}, {size_text(room - most)} left"
 
 
-def pace_lines(units: Units, speeds: Speeds, timeline: Timeline) -> list[str]:
+def step_time_lines(units: Units, speeds: Speeds, timeline: Timeline) -> list[str]:
     """Lines of the plan: how long a step takes, and what was assumed."""
     config, layout = units.config, units.layout
     if speeds.tflops is None:
         return ["time          not known: set log.device (as in H100) or log.peak_tflops"]
     seconds, pause = expected_step(units, speeds, timeline)
     if layout.in_process:
-        windows = layout.stream.windows_of(layout.listed) if layout.stream is not None else 1
+        windows = (
+            layout.async_schedule.windows_of(layout.run_schedule)
+            if layout.async_schedule is not None
+            else 1
+        )
         seconds = float(sum(timeline.busy)) / windows
     train = config.train
     tokens = train.global_batch * train.sequence_length
@@ -155,7 +162,7 @@ def pace_lines(units: Units, speeds: Speeds, timeline: Timeline) -> list[str]:
         ),
         *(
             [f"pause         {pause:.3g} s more where the pipeline runs dry, as for a validation"]
-            if layout.stream is not None and not layout.in_process
+            if layout.async_schedule is not None and not layout.in_process
             else []
         ),
         f"assumed       {f'{speeds.name}: ' if speeds.name else ''}{', '.join(links)}",

@@ -9,7 +9,7 @@ from megapipe.plan.units import Units
 _PARTS = 1000
 
 
-def freed_share(config: Config, layout: Layout, units: Units | None = None) -> Fraction:
+def freed_by_input_grad(config: Config, layout: Layout, units: Units | None = None) -> Fraction:
     """Measure the share that an I frees at every stage, in whole thousandths; W frees the rest.
     `units` are those of the layout, if there are some.
 

@@ -13,14 +13,14 @@ from megapipe.config.config import Config
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.model.modules.fused_attention import cpu_attention
 from megapipe.ops.attention import Sdpa
-from megapipe.ops.block_attention import BlockKernel, CpuFlash, Explicit
+from megapipe.ops.block_attention import CpuFlash, MathTile, TileKernel
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.moe import grouped
 from megapipe.plan import cuda_kernels
 
 
 def planned_kernels(config: Config, layout: Layout) -> Kernels:
-    """Choose the kernels that a run has on its device, without a :class:`Context`."""
+    """Choose the kernels that a run has on its device, without a :class:`ContextAttention`."""
     if layout.device == "cuda":
         return cuda_kernels.cuda_kernels(config, layout)
     experts = grouped.loop_product
@@ -32,13 +32,15 @@ def planned_kernels(config: Config, layout: Layout) -> Kernels:
         loss_chunk=config.loss_tokens(cuda=False),
         overlap=config.kernels.overlap,
     )
-    return replace(kernels, blocks=_blocks(layout)) if layout.attends_by_blocks else kernels
+    return (
+        replace(kernels, attention_tile=_blocks(layout)) if layout.uses_attention_tiles else kernels
+    )
 
 
-def _blocks(layout: Layout) -> BlockKernel:
-    needs = layout.model.kernels.attention
+def _blocks(layout: Layout) -> TileKernel:
+    needs = layout.model.kernel_needs.attention
     plain = needs is None or needs.scores.among(layout.local_length).plain
-    return CpuFlash() if plain else Explicit()
+    return CpuFlash() if plain else MathTile()
 
 
 def _cpu_layer_norm(

@@ -10,7 +10,7 @@ from megapipe.config.update_rules import declaration
 from megapipe.layout.buckets import BucketPlan, process_buckets
 from megapipe.layout.layout import Layout
 from megapipe.plan.replicas import replica_actions
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 from megapipe.schedule.streams.stream import moved_back, predictions_kept, versions_kept
 from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
@@ -26,30 +26,30 @@ class ModelMemory:
     parameters: int
     """All versions of them that are kept, and predicted ones, in a pipeline without a flush; and
     copies of experts in all slots."""
-    beside: int
+    older_versions: int
     """Of these, the ones beside the newest version."""
     gradients: int
     """Buffers of the main gradients; two sets where an update waits while the next come in."""
-    waiting: int
+    second_gradients: int
     """Of these, the second set."""
     optimizer: int
     """States, and master weights where they are no alias of the parameters."""
-    passing: int
+    transient: int
     """The most that a step needs on top: the process' slices of the summed gradients; under ZeRO-2
     and 3 the gradients of two stages, being accumulated or reduced; under ZeRO-3 gathered weights;
     and the copy from which post-validation undoes an update. Buffers in transit are left out."""
-    elsewhere: int
+    offloaded: int
     """Optimizer state in host memory or on a disk."""
-    saved: int
+    checkpoint_part: int
     """Its part of a checkpoint, at most: what a save in the background copies to host memory."""
 
     @property
-    def lasting(self) -> int:
+    def persistent(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        return self.lasting + self.passing
+        return self.persistent + self.transient
 
 
 def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
@@ -57,7 +57,7 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
     parameters = beside = gradients = waiting = optimizer = copies = saved = 0
     buckets = list(process_buckets(config, layout, rank))
-    stream, kept, predicted = layout.stream, dict[int, int](), dict[int, int]()
+    stream, kept, predicted = layout.async_schedule, dict[int, int](), dict[int, int]()
     if stream is not None:
         kept, predicted = versions_kept(stream), predictions_kept(stream)
     moving = _with_velocity(layout)
@@ -88,10 +88,10 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
         optimizer += own * (_state_bytes(config.optimizer, size, main, apart) + velocity)
         if config.optimizer.post_validation:
             copies += own * _undo_bytes(config.optimizer, size, main, apart)
-        parameters += bucket.copies * size
-        gradients += bucket.copies * main
+        parameters += bucket.replica_numel * size
+        gradients += bucket.replica_numel * main
         if bucket.sharded_grads:
-            gradients += bucket.norms * main  # kept apart: they may come before the others
+            gradients += bucket.norm_numel * main  # kept apart: they may come before the others
         else:
             gradients += bucket.uses * bucket.numel * main * turns
             waiting += bucket.uses * bucket.numel * main * (turns - 1)
@@ -100,13 +100,13 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     away = config.optimizer.offload != "none"
     return ModelMemory(
         parameters=parameters,
-        beside=beside,
+        older_versions=beside,
         gradients=gradients,
-        waiting=waiting,
+        second_gradients=waiting,
         optimizer=0 if away else optimizer,
-        passing=copies + _most_passing(config, layout, rank, buckets),
-        elsewhere=optimizer if away else 0,
-        saved=saved + (0 if rank else _buffer_bytes(config, layout)),
+        transient=copies + _most_passing(config, layout, rank, buckets),
+        offloaded=optimizer if away else 0,
+        checkpoint_part=saved + (0 if rank else _buffer_bytes(config, layout)),
     )
 
 
@@ -117,7 +117,7 @@ def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[B
     """
     zero, main = layout.replicas.zero, main_bytes(config.model.dtype)
     at_the_end = sum(
-        _slice(bucket) * main for bucket in buckets if not (bucket.alone or bucket.frozen)
+        _slice(bucket) * main for bucket in buckets if not (bucket.is_unsharded or bucket.frozen)
     )
     if zero < 2:
         return at_the_end
@@ -137,7 +137,7 @@ def _passing(
     numel: Counter[int] = Counter()
     slices: Counter[int] = Counter()
     for bucket in buckets:
-        if bucket.alone:
+        if bucket.is_unsharded:
             continue
         weights[bucket.stage] += bucket.numel
         if not (bucket.frozen or bucket.slots):
@@ -149,17 +149,17 @@ def _passing(
     reducing: list[int] = []  # the oldest first
     for do, _, stage, *_ in actions:
         used = [stage, stages] if stage in (0, stages - 1) else [stage]
-        if do == Do.OPEN and stage in numel:
+        if do == ActionKind.ALLOC_GRADS and stage in numel:
             while len(reducing) > 1 or stage in reducing:
                 summed_up = reducing.pop(0)
                 del opened[summed_up]
                 summed[summed_up] = slices[summed_up] * main
             opened[stage] = numel[stage] * main
-        elif do == Do.REDUCE and stage in numel:
+        elif do == ActionKind.REDUCE and stage in numel:
             reducing.append(stage)
-        elif do == Do.UNSHARD:
+        elif do == ActionKind.UNSHARD:
             users.update(used)
-        elif do == Do.RESHARD:
+        elif do == ActionKind.RESHARD:
             users.subtract(used)
         else:
             continue
@@ -174,17 +174,19 @@ def _slice(bucket: BucketPlan) -> int:
 
 def checkpoint_bytes(config: Config, layout: Layout) -> int:
     """Bytes of the tensors of a whole checkpoint."""
-    trained = layout.model.count(trained=True)
-    frozen = layout.model.count() - trained
+    trained = layout.model.num_parameters(trained=True)
+    frozen = layout.model.num_parameters() - trained
     size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
     each = kept_bytes(config, layout)
     older: dict[str, int] = {}
-    if layout.stream is not None:
-        for stage, kept in versions_kept(layout.stream).items():
+    if layout.async_schedule is not None:
+        for stage, kept in versions_kept(layout.async_schedule).items():
             for spec in layout.model.parameters(layout.stage_layers[stage]):
                 nbytes = (kept - 1) * prod(spec.shape) * size
                 older[spec.name] = max(older.get(spec.name, 0), nbytes)  # a tied one on both ends
-    moving = (layout.model.count(layout.stage_layers[stage]) for stage in _with_velocity(layout))
+    moving = (
+        layout.model.num_parameters(layout.stage_layers[stage]) for stage in _with_velocity(layout)
+    )
     beside = sum(older.values()) + sum(moving) * main
     buffers = _buffer_bytes(config, layout)
     return trained * each + frozen * _frozen_bytes(config.model.dtype) + beside + buffers
@@ -212,7 +214,7 @@ def kept_bytes(config: Config, layout: Layout) -> int:
 
 def _with_velocity(layout: Layout) -> Collection[int]:
     """Stages whose weights have a velocity beside their states, in the type of masters."""
-    return () if layout.stream is None else moved_back(layout.stream).keys()
+    return () if layout.async_schedule is None else moved_back(layout.async_schedule).keys()
 
 
 def _frozen_bytes(dtype: str) -> int:
@@ -246,4 +248,4 @@ def _has_master(optimizer: OptimizerConfig, weight: int, main: int, apart: bool)
 
 def _keeps_apart(config: Config, layout: Layout) -> bool:
     """Whether masters are copies also of weights of their type."""
-    return config.optimizer.look_ahead != 0 or layout.stream is not None
+    return config.optimizer.look_ahead != 0 or layout.async_schedule is not None

@@ -24,10 +24,10 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.links import speed
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.context_choice import cost_of
-from megapipe.plan.moe.time import alike, trained
+from megapipe.plan.moe.time import alike, training_passes
 from megapipe.plan.moe.ways import is_of_experts
 from megapipe.plan.traffic import (
-    Exchange,
+    CollectiveTraffic,
     largest_message,
     message_bytes,
     operation_transfers,
@@ -35,7 +35,7 @@ from megapipe.plan.traffic import (
 )
 from megapipe.plan.unit import Operation, Transfer
 from megapipe.plan.units import Units
-from megapipe.schedule.cost import WHOLE, Buckets, Cost, Leaving
+from megapipe.schedule.cost import WHOLE, Buckets, Cost, GradBucket
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import pairs
 from megapipe.schedule.streams.times import window_times
@@ -46,17 +46,17 @@ KINDS: tuple[Operation, ...] = ("F", "R", "I", "W", "B")
 SIMULATED = ("attention", "experts")
 
 
-def expected(units: Units, speeds: Speeds) -> Timeline:
+def simulate_step(units: Units, speeds: Speeds) -> Timeline:
     """Simulate a step, or some windows of a stream: in seconds, or if the device's peak is not
     known in FLOPs, with those of a layer's forward as 1."""
     layout = units.layout
-    return simulate(layout.listed, _cost(units, speeds), layout.replicas)
+    return simulate(layout.run_schedule, _cost(units, speeds), layout.replicas)
 
 
 def expected_step(units: Units, speeds: Speeds, timeline: Timeline) -> tuple[float, float]:
-    """Return the time of a step in the units of :func:`expected`, whose `timeline` that is, and
-    what a pause adds: of a stream, a window in the steady state; others have no pause."""
-    stream = units.layout.stream
+    """Return the time of a step in the units of :func:`simulate_step`, whose `timeline` that is,
+    and what a pause adds: of a stream, a window in the steady state; others have no pause."""
+    stream = units.layout.async_schedule
     if stream is not None:
         times = window_times(stream, _cost(units, speeds))
         return float(times.window), float(times.pause)
@@ -67,7 +67,7 @@ def _cost(units: Units, speeds: Speeds) -> Cost:
     if speeds.tflops is None:
         layout = units.layout
         tokens = layout.local_length * units.config.train.microbatch
-        return _computed(units, tokens / layout.tp * float(layout.model.unit_of_work()))
+        return _computed(units, tokens / layout.tp * float(layout.model.reference_layer_flops()))
     return timed_cost(units, speeds)
 
 
@@ -158,7 +158,7 @@ class _Waits(NamedTuple):
             experts = {n: count for n, count in layout.model.experts().items() if n in layers}
             for layer, number in alike(experts).items():
                 dispatch, chunks = config.experts.dispatch, config.experts.number_of_chunks
-                passes = trained(units, speeds, layer, dispatch, chunks)
+                passes = training_passes(units, speeds, layer, dispatch, chunks)
                 for what in PASSES:
                     simulated["experts"][what] += number * passes[what].exposed
         return cls(sent, kept, simulated)
@@ -236,16 +236,18 @@ def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float],
 def _complete(buckets: Sequence[BucketPlan]) -> list[float]:
     """Share of the last W or B of a stage after which each of its buckets is complete; that of
     experts comes last."""
-    done = list(accumulate(bucket.multiplied for bucket in buckets if not bucket.over_ep))
+    done = list(accumulate(bucket.matmul_numel for bucket in buckets if not bucket.over_ep))
     late = [1.0] * (1 + len(buckets) - len(done))
     return [each / done[-1] for each in done[:-1]] + late
 
 
-def _shares(leaving: Sequence[float], seconds: Sequence[float]) -> tuple[Leaving, ...]:
+def _shares(leaving: Sequence[float], seconds: Sequence[float]) -> tuple[GradBucket, ...]:
     whole = sum(seconds)
     if not whole:
         return WHOLE
-    return tuple(Leaving(when, each / whole) for when, each in zip(leaving, seconds, strict=True))
+    return tuple(
+        GradBucket(when, each / whole) for when, each in zip(leaving, seconds, strict=True)
+    )
 
 
 def extent(layout: Layout, bucket: BucketPlan) -> int:
@@ -259,11 +261,13 @@ def exchanged(config: Config, layout: Layout, bucket: BucketPlan) -> tuple[float
     gradients come before, and their weights leave after it."""
     rate = 1e9 * speed(config, extent(layout, bucket))
     weights = bucket.numel * DTYPE_BYTES[config.model.dtype]
-    gathered = Exchange("dp", "all_gather", "weights", 1, weights, bucket.shard.members).wire
+    gathered = CollectiveTraffic(
+        "dp", "all_gather", "weights", 1, weights, bucket.shard.members
+    ).wire
     if bucket.frozen:
         return 0.0, float(gathered) / rate if layout.replicas.zero == 3 else 0.0
     reduced = sum(exchange.wire for exchange in reduction(config, bucket, 1))
-    copies = bucket.copies / (1e9 * speed(config, layout.ep_ranks))
+    copies = bucket.replica_numel / (1e9 * speed(config, layout.ep_ranks))
     of_weights = copies * DTYPE_BYTES[config.model.dtype]
     of_gradients = copies * main_bytes(config.model.dtype)
     return float(reduced) / rate + of_gradients, float(gathered) / rate + of_weights

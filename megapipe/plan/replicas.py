@@ -4,27 +4,30 @@ the actions that :mod:`megapipe.schedule.data_parallel` puts into its programs."
 from collections.abc import Collection, Sequence
 
 from megapipe.layout.layout import Layout
-from megapipe.schedule.data_parallel import for_zero, operations
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.data_parallel import operations, with_zero_actions
+from megapipe.schedule.program import Action, ActionKind
 
 
 def replica_actions(layout: Layout, rank: int) -> list[list[Action]]:
     """Actions of a process between its operations, for each pipeline rank that it runs."""
     schedule = layout.schedule
-    programs = for_zero(
+    programs = with_zero_actions(
         (operations(schedule, own) for own in layout.process_ranks(rank)),
         schedule,
         layout.replicas,
     )
     return [
-        [action for action in program.actions if action.do != Do.COMPUTE] for program in programs
+        [action for action in program.actions if action.do != ActionKind.COMPUTE]
+        for program in programs
     ]
 
 
 def reductions_of(programs: Sequence[Sequence[Action]], stage: int) -> int:
     """How often the gradients of a stage are reduced in a step."""
     return sum(
-        (action.do, action.stage) == (Do.REDUCE, stage) for own in programs for action in own
+        (action.do, action.stage) == (ActionKind.REDUCE, stage)
+        for own in programs
+        for action in own
     )
 
 
@@ -39,9 +42,9 @@ def gathers_of(programs: Sequence[Sequence[Action]], users: Collection[int]) -> 
     for actions in programs:
         having = 0
         for action in actions:
-            if action.stage in users and action.do == Do.UNSHARD:
+            if action.stage in users and action.do == ActionKind.UNSHARD:
                 count += having == 0
                 having += 1
-            elif action.stage in users and action.do == Do.RESHARD:
+            elif action.stage in users and action.do == ActionKind.RESHARD:
                 having -= 1
     return count

@@ -10,34 +10,44 @@ from megapipe.config.config import Config
 from megapipe.config.context import TURNED
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import padded_vocabulary
-from megapipe.layers.specs import held_numel
-from megapipe.layout.activations import stage_spans
+from megapipe.layers.specs import local_numel_total
+from megapipe.layout.activations import block_policies
 from megapipe.layout.checks import shortened
 from megapipe.layout.costs import stage_work
 from megapipe.layout.cuts import slice_time
 from megapipe.layout.layout import Layout
 from megapipe.layout.speeds import Speeds
-from megapipe.model.interface import Family
+from megapipe.model.interface import ModelSpec
 from megapipe.model.partition import format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.communicators import communicators
 from megapipe.plan.context_choice import cost_of, way_of
 from megapipe.plan.context_row import row
-from megapipe.plan.demand import memory_lines, pace_lines, size_text
+from megapipe.plan.demand import memory_lines, size_text, step_time_lines
 from megapipe.plan.moe.migration_traffic import migration_traffic
-from megapipe.plan.pace import expected
-from megapipe.plan.traffic import OF_COPIES, Exchange, pipeline_messages, step_traffic
+from megapipe.plan.pace import simulate_step
+from megapipe.plan.traffic import (
+    REPLICA_TRAFFIC,
+    CollectiveTraffic,
+    pipeline_messages,
+    step_traffic,
+)
 from megapipe.plan.unit import SPLIT
 from megapipe.plan.units import Units
 from megapipe.schedule.channels import channels
 from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.memory import peak_held, weight_copies
+from megapipe.schedule.memory import peak_held, weight_replicas
 from megapipe.schedule.render import text as draw
 from megapipe.schedule.streams.ledger import staleness
-from megapipe.schedule.streams.stream import Stream, moved_back, predictions_kept, versions_kept
+from megapipe.schedule.streams.stream import (
+    AsyncSchedule,
+    moved_back,
+    predictions_kept,
+    versions_kept,
+)
 from megapipe.schedule.timing.simulate import Timeline
 from megapipe.util.dtypes import DTYPE_BYTES
-from megapipe.words import columns, counted
+from megapipe.words import columns, count_noun
 
 
 def report(config: Config, layout: Layout, imbalance: Fraction | None = None) -> str:
@@ -60,7 +70,7 @@ def report(config: Config, layout: Layout, imbalance: Fraction | None = None) ->
     schedule = layout.schedule
     speeds = Speeds.of(config)
     units = Units(config, layout)
-    timeline = expected(units, speeds)
+    timeline = simulate_step(units, speeds)
     parts = [
         [f"plan of {config.run.name}"],
         _model_lines(layout),
@@ -68,7 +78,7 @@ def report(config: Config, layout: Layout, imbalance: Fraction | None = None) ->
             *_run_lines(units, speeds),
             *memory_lines(units, speeds, imbalance),
             *_message_lines(units),
-            *pace_lines(units, speeds, timeline),
+            *step_time_lines(units, speeds, timeline),
         ],
         _stage_lines(config, layout, schedule),
         _schedule_lines(config, layout, speeds, timeline),
@@ -87,7 +97,7 @@ def held_by_process(config: Config, layout: Layout, schedule: Schedule) -> list[
 
     def held(stages: Sequence[int]) -> int:
         own = (layout.model.parameters(layout.stage_layers[stage]) for stage in stages)
-        return held_numel(chain.from_iterable(own), layout.tp, *layout.ep_sizes)
+        return local_numel_total(chain.from_iterable(own), layout.tp, *layout.ep_sizes)
 
     return [held(stages) for stages in numbers]
 
@@ -97,14 +107,14 @@ def _model_lines(layout: Layout) -> list[str]:
     return [
         f"model         {model.describe()}",
         f"vocabulary    {model.vocab_size:,}{_padded(layout)}",
-        f"parameters    {model.count():,}{met_by_a_token(model)}",
+        f"parameters    {model.num_parameters():,}{met_by_a_token(model)}",
     ]
 
 
-def met_by_a_token(model: Family) -> str:
+def met_by_a_token(model: ModelSpec) -> str:
     """A remark on how many of its parameters a token meets, where that is not all."""
-    active = model.active()
-    return "" if active == model.count() else f", of which a token meets {active:,}"
+    active = model.active_parameters()
+    return "" if active == model.num_parameters() else f", of which a token meets {active:,}"
 
 
 def _padded(layout: Layout) -> str:
@@ -161,7 +171,7 @@ def _expert_ranks(config: Config, layout: Layout) -> str:
     inner = f" x etp {layout.etp}" if layout.etp > 1 else ""
     chunks, slots = config.experts.number_of_chunks, config.experts.slots
     how = config.experts.dispatch + (f" in {chunks} chunks" if chunks > 1 else "")
-    how += f", {counted(slots, 'slot')} for copies on each rank" if slots else ""
+    how += f", {count_noun(slots, 'slot')} for copies on each rank" if slots else ""
     how += changed_by_experts(config)
     return f", experts over ep {layout.ep}{inner} of a pipeline index by {how}"
 
@@ -254,7 +264,7 @@ def _context_lines(units: Units, speeds: Speeds) -> list[str]:
 
 def _way_lines(config: Config, layout: Layout, speeds: Speeds) -> Iterator[str]:
     """The chosen way to attend, as ``scripts/context.py compare`` has it."""
-    if layout.model.kernels.attention is None:
+    if layout.model.kernel_needs.attention is None:
         return
     known = speeds.tflops is not None
     cells = row(cost_of(config, speeds) if known else way_of(config))
@@ -264,32 +274,32 @@ def _way_lines(config: Config, layout: Layout, speeds: Speeds) -> Iterator[str]:
 
 
 def _expert_lines(
-    config: Config, layout: Layout, exchanges: Iterable[Iterable[Exchange]]
+    config: Config, layout: Layout, exchanges: Iterable[Iterable[CollectiveTraffic]]
 ) -> list[str]:
     """Bytes that copies of experts take in a step, of the `exchanges` of each process, and experts
     that move when they do."""
     lines, ranks = [], range(layout.pipeline_processes)
     sent = _most(exchanges, attrgetter("what"))
-    if OF_COPIES[0] in sent:
-        weights, gradients = (size_text(sent[what]) for what in OF_COPIES)
+    if REPLICA_TRAFFIC[0] in sent:
+        weights, gradients = (size_text(sent[what]) for what in REPLICA_TRAFFIC)
         lines.append(
             f"copies        of these in each step {weights} of weights of experts and {gradients} "
             "of their gradients, with all slots full; other copies take no more"
         )
     if moved := _most_by_axis(migration_traffic(config, layout, rank) for rank in ranks):
-        every = counted(config.experts.replan, "step")
+        every = count_noun(config.experts.replan, "step")
         lines.append(f"owners        beside these at most once in {every}, of all experts: {moved}")
     return lines
 
 
-def _most_by_axis(of_ranks: Iterable[Iterable[Exchange]]) -> str:
+def _most_by_axis(of_ranks: Iterable[Iterable[CollectiveTraffic]]) -> str:
     """Bytes that a process sends at most, by axis, as text."""
     sizes = sorted(_most(of_ranks, attrgetter("axis")).items())
     return ", ".join(f"{axis} {size_text(size)}" for axis, size in sizes)
 
 
 def _most(
-    of_ranks: Iterable[Iterable[Exchange]], name: Callable[[Exchange], str]
+    of_ranks: Iterable[Iterable[CollectiveTraffic]], name: Callable[[CollectiveTraffic], str]
 ) -> dict[str, Fraction]:
     """Bytes that a process sends at most, by the name of exchanges."""
     most: dict[str, Fraction] = {}
@@ -317,7 +327,7 @@ def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str
                 str(stage),
                 "+".join(map(str, schedule.placement.holders(stage))),
                 model.contents(spec),
-                f"{model.count(spec):,}",
+                f"{model.num_parameters(spec):,}",
                 f"{model.forward_flops(spec) / total:.1%}",
             )
         )
@@ -345,9 +355,13 @@ def _balance_line(config: Config, layout: Layout) -> str:
     if layers < stages:
         return f"balance       {chosen} above the mean"
     counts = [layers * (i + 1) // stages - layers * i // stages for i in range(stages)]
-    specs = parse_layout(from_counts(counts, ends=model.ends), layers, ends=model.ends)
+    specs = parse_layout(
+        from_counts(counts, ends=model.has_embedding_and_head),
+        layers,
+        ends=model.has_embedding_and_head,
+    )
     again = layout.schedule.recompute
-    spans = stage_spans(config.activations, specs, again)
+    spans = block_policies(config.activations, specs, again)
     work = stage_work(model, specs, spans, again)
     even = _excess(layout, [sum(each) for each in work])
     return f"balance       {chosen} above the mean; with layers split evenly {even}"
@@ -363,7 +377,7 @@ def _excess(layout: Layout, work: Sequence[Time]) -> str:
 def _schedule_lines(
     config: Config, layout: Layout, speeds: Speeds, timeline: Timeline
 ) -> list[str]:
-    schedule = layout.listed
+    schedule = layout.run_schedule
     begins = ", with which auto begins" if config.pipeline.schedule == "auto" else ""
     operations = sum(map(len, schedule.ops))
     name = f"schedule {schedule.name}{begins}: {operations:,} operations, proved executable"
@@ -376,18 +390,22 @@ def _schedule_lines(
     first = config.pipeline.synchronous_steps
     lines = [
         f"{name}; drawn {unit}",
-        *(_stream_lines(layout.stream, schedule) if layout.stream is not None else ()),
-        *(_tied_lines(layout) if layout.links_tied else ()),
+        *(
+            _stream_lines(layout.async_schedule, schedule)
+            if layout.async_schedule is not None
+            else ()
+        ),
+        *(_tied_lines(layout) if layout.tied_embedding_is_linked else ()),
         *([f"the first steps are synchronous: {first}"] if first is not None else ()),
         f"activations held at most, in micro-batches of a full rank, per rank: {held}",
     ]
-    copies = max(weight_copies(schedule))
+    copies = max(weight_replicas(schedule))
     if copies > 1 and not layout.in_process:
         lines.append(f"weights held {copies} times")
     return [*lines, draw(timeline, width=min(100, columns()))]
 
 
-def _stream_lines(stream: Stream, schedule: Schedule) -> list[str]:
+def _stream_lines(stream: AsyncSchedule, schedule: Schedule) -> list[str]:
     """How stale weights are, and how many versions are kept, by stage."""
     ledger, kept, predicted = (
         staleness(schedule),

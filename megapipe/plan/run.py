@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megapipe.assembly.context import make_context
-from megapipe.assembly.moe.replicas import make_places
+from megapipe.assembly.moe.replicas import attach_expert_replicas
 from megapipe.assembly.sharding import make_sharding
 from megapipe.assembly.stage import make_stage
 from megapipe.config.config import Config
 from megapipe.context.packs import most_together
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.mesh import Coordinates, Grid
+from megapipe.distributed.mesh import Grid, MeshCoordinates
 from megapipe.distributed.planned import Collective, PlannedMesh
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe.experts import Experts, expert_layers
-from megapipe.layers.moe.permutation import Counts, count_rows
+from megapipe.layers.moe.experts import RoutedExperts, expert_layers
+from megapipe.layers.moe.permutation import ExpertCounts, count_rows
 from megapipe.layers.parameter import spec_of
 from megapipe.layers.scratch import Scratch
 from megapipe.layers.weight_grad import main_grad
@@ -66,7 +66,7 @@ def measure(
     stage: int,
     *,
     rows: int | None = None,
-    at: Coordinates | None = None,
+    at: MeshCoordinates | None = None,
     kernels: Kernels | None = None,
     imbalance: Fraction | None = None,
     shorten: bool = True,
@@ -93,14 +93,14 @@ def run_part(
     part: Part,
     rows: int,
     *,
-    at: Coordinates | None = None,
+    at: MeshCoordinates | None = None,
     kernels: Kernels | None = None,
     imbalance: Fraction | None = None,
     results: Results | None = None,
 ) -> Measured:
     """Run a part of a stage as :func:`measure` runs a stage. `results` of other runs are used, and
     added to."""
-    at, results = at or Coordinates(0, 0, 0, 0), results or Results()
+    at, results = at or MeshCoordinates(0, 0, 0, 0), results or Results()
     return _Run(config, layout, part, rows, at, kernels, imbalance, results).measured()
 
 
@@ -113,7 +113,7 @@ class _Run:
         layout: Layout,
         part: Part,
         rows: int,
-        at: Coordinates,
+        at: MeshCoordinates,
         kernels: Kernels | None,
         imbalance: Fraction | None,
         results: Results,
@@ -127,9 +127,11 @@ class _Run:
             backend = "nccl" if layout.device == "cuda" else "gloo"
         self.mesh = PlannedMesh(grid, grid.rank_of(at), backend, self._transfer)
         kernels = kernels or planned_kernels(config, layout)
-        self.packs = config.data.masks_documents and kernels.packed is not None
-        if kernels.blocks is not None:
-            context = make_context(layout, self.mesh, kernels.blocks, kernels.packed)
+        self.packs = config.data.masks_documents and kernels.packed_attention_tile is not None
+        if kernels.attention_tile is not None:
+            context = make_context(
+                layout, self.mesh, kernels.attention_tile, kernels.packed_attention_tile
+            )
             kernels = replace(kernels, context=context)
         with _META:
             sharding = make_sharding(config, self.mesh, kernels)
@@ -142,7 +144,7 @@ class _Run:
                 count = _EvenCounts(layer, rows, config.train.sequence_length, imbalance)
                 layer.dispatcher = replace(layer.dispatcher, count=count)
             self.stage = make_stage(layout, self.module, part.spans, recompute=part.recompute)
-        self.stage.own_autograd_parameters()
+        self.stage.route_autograd_grads()
         self.trace = Trace(layout.device, self.stage.cached_bytes, results)
         self._mark_layers()
 
@@ -195,7 +197,7 @@ class _Run:
         for j in reversed(range(len(batches) if backward else 0)):
             if part.recompute:
                 with self._operation(found[j], "R"):
-                    stage.recompute_ahead((0, j))
+                    stage.recompute((0, j))
             with self._operation(found[j], "B" if fused else "I"):
                 run = stage.backward if fused else stage.input_grad
                 x = run((0, j), self._received(gradients[j]))
@@ -220,7 +222,7 @@ class _Run:
         start, lengths, sources = 0, layout.local_lengths, len(self.config.data.mixture)
         held = None
         if layout.split.cp > 1:
-            held = layout.split.held(layout.slice_lengths, mesh.cp.index)
+            held = layout.split.local(layout.slice_lengths, mesh.cp.index)
         for length in lengths:
             shape = (self.rows, length)
             ids = torch.empty(shape, dtype=torch.int64)
@@ -234,7 +236,7 @@ class _Run:
                 documents=self._documents((start + length) * layout.cp),
                 by_source=torch.empty(sources, dtype=torch.float64) if sources else None,
                 start=start,
-                held=held,
+                local_positions=held,
                 positions=ids.t() if self.config.resets_positions else None,
                 sequence_length=sum(lengths) if len(lengths) > 1 else None,
                 sequence_scratch=Scratch() if len(lengths) > 1 else None,
@@ -257,17 +259,21 @@ class _Run:
     def _before(self) -> StageSpec | None:
         """All that comes before the part; None at the model's input."""
         spec, model = self.part.spec, self.layout.model
-        if spec.embedding or not (spec.layers.start or model.ends):
+        if spec.embedding or not (spec.layers.start or model.has_embedding_and_head):
             return None
-        return StageSpec(model.ends, range(spec.layers.start), head=False)
+        return StageSpec(model.has_embedding_and_head, range(spec.layers.start), head=False)
 
     def _message(self, spec: StageSpec | None, length: int, *, gradient: bool = False) -> _Shapes:
         """Shapes and types of what units send to those after them, or of its gradient; none beyond
         the ends."""
         model = self.layout.model
-        if spec is None or spec.head or (not model.ends and spec.layers.stop == model.layers):
+        if (
+            spec is None
+            or spec.head
+            or (not model.has_embedding_and_head and spec.layers.stop == model.layers)
+        ):
             return ()
-        tensors = model.message(spec, self.rows, length)
+        tensors = model.output_shape(spec, self.rows, length)
         sent = (each for each in tensors if each.has_grad or not gradient)
         return tuple((each.shape, getattr(torch, each.dtype)) for each in sent)
 
@@ -312,7 +318,7 @@ def _grid(layout: Layout) -> Grid:
         tp=layout.tp,
         ep=layout.ep,
         etp=layout.etp,
-        node=layout.node,
+        ranks_per_node=layout.ranks_per_node,
     )
 
 
@@ -343,8 +349,8 @@ class _WithoutValues:
 
 def _fill_slots(config: Config, module: StageModule) -> None:
     """Give layers with experts places, with a copy in each slot, where experts move."""
-    for places in make_places(config, {0: module}).get(0, ()):
-        places.take(places.present.filled())
+    for places in attach_expert_replicas(config, {0: module}).get(0, ()):
+        places.set_map(places.map.filled())
 
 
 def _lasting(module: Any) -> Iterator[Tensor]:
@@ -388,11 +394,13 @@ class _EvenCounts:
     ranks that own the experts, and none to copies.
     """
 
-    def __init__(self, layer: Experts, rows: int, length: int, imbalance: Fraction | None) -> None:
+    def __init__(
+        self, layer: RoutedExperts, rows: int, length: int, imbalance: Fraction | None
+    ) -> None:
         self.layer, self.rows, self.length = layer, rows, length
         self.more = imbalance
 
-    def __call__(self, choice: Tensor, places: int, ep: Axis) -> Counts:
+    def __call__(self, choice: Tensor, places: int, ep: Axis) -> ExpertCounts:
         counted = count_rows(choice, places, ep)
         ranks = max(1, ep.size // self.layer.dispatcher.etp)
         experts, on_each = self.layer.routing.experts, places // ranks
@@ -400,7 +408,7 @@ class _EvenCounts:
         all_own = Fraction(choice.numel(), max(owned, choice.shape[-1]))  # each once by a token
         more = 1 if self.more is None or ranks == 1 else self.more
         of_own = min(Fraction(choice.numel()) * more / experts, all_own)
-        if self.more is None and self.layer.routing.places(self.length) is not None:
+        if self.more is None and self.layer.routing.expert_capacity(self.length) is not None:
             of_own = all_own
         others = (choice.numel() - of_own * owned) / max(1, experts - owned)
         known, before = [], Fraction(0)
@@ -410,11 +418,11 @@ class _EvenCounts:
             after = before + (of_own if own else others) * (number < owned)
             known.append(self._bounded(ceil(after) - ceil(before)))  # whole rows, that add up
             before = after
-        return Counts([known] * ep.size, counted.there)
+        return ExpertCounts([known] * ep.size, counted.on_device)
 
     def _bounded(self, rows: int) -> int:
         """Rows of an expert as far as it takes them."""
-        most = self.layer.routing.places(self.length)
+        most = self.layer.routing.expert_capacity(self.length)
         if most is None:
             return rows
         return min(rows, -(-self.rows * most // self.layer.sharding.sequence.size))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from megapipe.layers.policy import Span
+from megapipe.layers.policy import BlockSpan
 from megapipe.layout.layout import Layout
 from megapipe.model.partition import StageSpec
 from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
@@ -71,14 +71,14 @@ class Part(NamedTuple):
     """Some units of the model that one stage has."""
 
     spec: StageSpec
-    spans: Sequence[Span]
+    spans: Sequence[BlockSpan]
     recompute: bool
     """The stage is recomputed as a whole."""
 
 
 def part_of(layout: Layout, stage: int) -> Part:
     """Return the units of the model that a stage of a layout has."""
-    spec, spans = layout.stage_layers[stage], layout.spans[stage]
+    spec, spans = layout.stage_layers[stage], layout.block_policies[stage]
     return Part(spec, spans, stage in layout.schedule.recompute)
 
 
@@ -107,7 +107,7 @@ class _Together(NamedTuple):
     """Layers that are measured as one: a single one, or those that rerun together."""
 
     kinds: tuple[Hashable, ...]
-    span: Span
+    span: BlockSpan
 
 
 def shortened(part: Part, kinds: Sequence[Hashable]) -> Short:
@@ -144,7 +144,7 @@ def _together(part: Part, kinds: Sequence[Hashable]) -> Iterator[_Together]:
     for blocks, policy in part.spans:
         step = blocks if "block" in policy.recompute else 1
         for _ in range(0, blocks, step):
-            yield _Together(tuple(kinds[start : start + step]), Span(step, policy))
+            yield _Together(tuple(kinds[start : start + step]), BlockSpan(step, policy))
             start += step
 
 
@@ -162,13 +162,13 @@ def _repetition(own: Sequence[_Together]) -> tuple[int, int]:
     return next(each for each in counted if each[0] * each[1] == most)
 
 
-def _spans(kept: Sequence[_Together]) -> tuple[Span, ...]:
+def _spans(kept: Sequence[_Together]) -> tuple[BlockSpan, ...]:
     """Join neighbours that do not rerun together."""
-    spans: list[Span] = []
+    spans: list[BlockSpan] = []
     for each in kept:
         policy = each.span.policy
         if spans and spans[-1].policy == policy and "block" not in policy.recompute:
-            spans[-1] = Span(spans[-1].blocks + each.span.blocks, policy)
+            spans[-1] = BlockSpan(spans[-1].blocks + each.span.blocks, policy)
         else:
             spans.append(each.span)
     return tuple(spans)

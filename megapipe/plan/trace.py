@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from megapipe.context.entries import Entry, attention_flops
+from megapipe.context.entries import ScoreRect, attention_flops
 from megapipe.layout.layout import DeviceKind
 from megapipe.ops.storages import LiveStorages, tensors_in
 from megapipe.plan.kernels import STAND_INS, WORKSPACES
@@ -148,7 +148,7 @@ def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     heads, (s, t) = prod(q.shape[:-2]), (q.shape[-2], k.shape[-2])
     if q.dim() == 3:  # rows of sequences after each other, [rows, heads, d]
         heads, (s, t) = q.shape[1] * (len(given["cum_seq_q"]) - 1), (given["max_q"], given["max_k"])
-    computed = Entry(slice(0, s), slice(0, t), given.get("is_causal", False)).scores
+    computed = ScoreRect(slice(0, s), slice(0, t), given.get("is_causal", False)).scores
     backward = "backward" in func._overloadpacket.__name__
     return int(attention_flops(heads * computed, q.shape[-1], backward=backward))
 

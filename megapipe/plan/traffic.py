@@ -3,11 +3,11 @@
 :func:`step_traffic` lists every collective of a step, by the mesh axis over which it runs. Two
 conventions of bytes:
 
-- :attr:`Exchange.bytes` is the size of the whole tensor: the input of an all-reduce, a
+- :attr:`CollectiveTraffic.bytes` is the size of the whole tensor: the input of an all-reduce, a
   reduce-scatter or an all-to-all, the output of an all-gather, a message;
-- :attr:`Exchange.wire` is what the process itself sends in a ring of n members: (n-1)/n of `bytes`
-  for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, all of a message and of
-  copies of experts.
+- :attr:`CollectiveTraffic.wire` is what the process itself sends in a ring of n members: (n-1)/n of
+`bytes`   for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, all of a message
+and of   copies of experts.
 
 What stages exchange over tp, cp and ep is that of a run of theirs (:mod:`megapipe.plan.run`), in
 the operation that exchanges it: what is run again in I, B or R counts there.
@@ -26,8 +26,8 @@ from itertools import groupby, pairwise
 from math import prod
 
 from megapipe.config.config import Config
-from megapipe.distributed.shares import share
-from megapipe.layout.buckets import BucketPlan, Group, process_buckets
+from megapipe.distributed.shares import shard_length
+from megapipe.layout.buckets import BucketGroup, BucketPlan, process_buckets
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import bytes_of
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
@@ -36,7 +36,7 @@ from megapipe.plan.units import Units
 from megapipe.schedule.op_types import op_types
 from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
-OF_COPIES = ("copies", "gradients of copies")
+REPLICA_TRAFFIC = ("copies", "gradients of copies")
 """Exchanges of experts that ranks have copies of: weights, and gradients."""
 
 SCALAR = 8
@@ -48,7 +48,7 @@ save, whether states are finite, tokens of the next step, memory."""
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CollectiveTraffic:
     """All collectives of one kind, purpose and axis that a process enters in a step."""
 
     axis: str
@@ -71,7 +71,7 @@ class Exchange:
         return on_the_wire(self.collective, self.bytes, self.members)
 
 
-def step_traffic(units: Units, rank: int, index: int | None = None) -> list[Exchange]:
+def step_traffic(units: Units, rank: int, index: int | None = None) -> list[CollectiveTraffic]:
     """Collectives and messages of each process at pipeline index `rank` in a training step.
 
     All dp, cp and tp indices exchange alike, but for what those of cp send while they attend: then
@@ -88,7 +88,7 @@ def step_traffic(units: Units, rank: int, index: int | None = None) -> list[Exch
     return [exchange for exchange in exchanges if exchange.members > 1 and exchange.count]
 
 
-def by_axis(exchanges: Iterable[Exchange]) -> dict[str, Fraction]:
+def by_axis(exchanges: Iterable[CollectiveTraffic]) -> dict[str, Fraction]:
     """Bytes that a process sends in a step, by axis."""
     ordered = sorted(exchanges, key=lambda exchange: exchange.axis)
     return {
@@ -102,13 +102,14 @@ def message_bytes(
 ) -> int:
     """Bytes of the output of `stage`, for `rows` rows of `length` positions, that one
     tensor-parallel rank sends to the next pipeline rank; or of its `gradient`, sent back."""
-    tensors = layout.model.message(layout.stage_layers[stage], rows, length)
+    tensors = layout.model.output_shape(layout.stage_layers[stage], rows, length)
     if gradient:
         tensors = tuple(each for each in tensors if each.has_grad)
     if not layout.scatters:
         return bytes_of(tensors)
     return sum(
-        each.bytes // prod(each.shape) * share(prod(each.shape), layout.tp) for each in tensors
+        each.bytes // prod(each.shape) * shard_length(prod(each.shape), layout.tp)
+        for each in tensors
     )
 
 
@@ -157,7 +158,7 @@ def _over_cp(unit: Unit) -> float:
     return float(sum(each.wire for each in every if each.axis in ("cp", "ulysses")))
 
 
-def _of_stages(units: Units, rank: int, index: int | None) -> Iterator[Exchange]:
+def _of_stages(units: Units, rank: int, index: int | None) -> Iterator[CollectiveTraffic]:
     """Exchanges of a process' stages in all operations of a step."""
     layout = units.layout
     if not _exchanges(layout):
@@ -181,10 +182,10 @@ def _of_stages(units: Units, rank: int, index: int | None) -> Iterator[Exchange]
             amounts[key] += times * each.bytes
     for (axis, collective, run, members), count in counts.items():
         amount = amounts[axis, collective, run, members]
-        yield Exchange(axis, collective, run, count, amount, members)
+        yield CollectiveTraffic(axis, collective, run, count, amount, members)
 
 
-def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
+def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[CollectiveTraffic]:
     main = main_bytes(config.model.dtype)
     actions = replica_actions(layout, rank) if layout.replicas.zero >= 2 else []
     ends = (0, layout.stages - 1)
@@ -196,7 +197,7 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
         if bucket.sharded_weights:
             gathers = gathers_of(actions, users)
         weights = gathers * bucket.numel * DTYPE_BYTES[config.model.dtype]
-        gather = Exchange(
+        gather = CollectiveTraffic(
             bucket.shard.axis, "all_gather", "weights", gathers, weights, bucket.shard.members
         )
         if bucket.frozen:
@@ -204,11 +205,15 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
                 yield gather
             continue
         yield from reduction(config, bucket, reductions)
-        partial = bucket.whole if config.parallel.sequence_parallel else bucket.of_heads
+        partial = (
+            bucket.replicated_numel
+            if config.parallel.sequence_parallel
+            else bucket.head_partial_numel
+        )
         if partial:
             what = "sequence shards" if config.parallel.sequence_parallel else "parts of heads"
             parts = reductions * partial * main
-            yield Exchange("tp", "all_reduce", what, reductions, parts, layout.tp)
+            yield CollectiveTraffic("tp", "all_reduce", what, reductions, parts, layout.tp)
         if bucket.link:
             yield _copied(config, layout, bucket)
         if bucket.updates:
@@ -217,19 +222,21 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Exchan
             yield from _of_copies(config, layout, bucket)
 
 
-def _of_copies(config: Config, layout: Layout, bucket: BucketPlan) -> Iterator[Exchange]:
+def _of_copies(config: Config, layout: Layout, bucket: BucketPlan) -> Iterator[CollectiveTraffic]:
     """Weights of experts on their way to copies, and gradients of these on their way home, where
     all slots are full: what a rank gets of one, and sends of the other. An owner whose experts have
     more copies than a rank has slots sends, and gets, more."""
     stage = layout.stage_layers[bucket.stage]
     layers = len(layout.model.experts().keys() & {*stage.layers})
     sizes = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
-    for what, size in zip(OF_COPIES, sizes, strict=True):
-        amount = bucket.copies * size
-        yield Exchange("ep", "all_to_all", what, layers, amount, layout.ep_ranks, whole=False)
+    for what, size in zip(REPLICA_TRAFFIC, sizes, strict=True):
+        amount = bucket.replica_numel * size
+        yield CollectiveTraffic(
+            "ep", "all_to_all", what, layers, amount, layout.ep_ranks, whole=False
+        )
 
 
-def _copied(config: Config, layout: Layout, bucket: BucketPlan) -> Exchange:
+def _copied(config: Config, layout: Layout, bucket: BucketPlan) -> CollectiveTraffic:
     """The message between two stages that have the same parameters: new weights from the one that
     updates them, summed gradients from the other."""
     if bucket.updates:
@@ -237,10 +244,10 @@ def _copied(config: Config, layout: Layout, bucket: BucketPlan) -> Exchange:
     else:
         main = main_bytes(config.model.dtype)
         what, size = "tied gradients", bucket.numel // bucket.shard.members * main
-    return Exchange("pp", "send", what, 1, size, layout.pp)
+    return CollectiveTraffic("pp", "send", what, 1, size, layout.pp)
 
 
-def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchange]:
+def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[CollectiveTraffic]:
     """Collectives that sum a bucket's gradients over shard x replicate, `count` times in a step.
 
     In a type narrower than the main gradients', all-to-alls bring each slice to its owner, which
@@ -249,8 +256,8 @@ def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchan
     shard, replicate = bucket.shard, bucket.replicate
     piece = bucket.numel // shard.members
 
-    def exchange(group: Group, collective: str, numel: int, size: int) -> Exchange:
-        return Exchange(
+    def exchange(group: BucketGroup, collective: str, numel: int, size: int) -> CollectiveTraffic:
+        return CollectiveTraffic(
             group.axis, collective, "gradients", count, count * numel * size, group.members
         )
 
@@ -265,7 +272,7 @@ def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Exchan
         yield exchange(replicate, "all_gather", piece, narrow)
 
 
-def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
+def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[CollectiveTraffic]:
     """The messages of a rank; where shares are sent, those that arrive are gathered over tp."""
     if layout.in_process:
         return
@@ -273,10 +280,12 @@ def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
     yield from sent
     if layout.scatters:
         count, amount = sum(each.count for each in sent), sum(each.bytes for each in sent)
-        yield Exchange("tp", "all_gather", "messages", count, layout.tp * amount, layout.tp)
+        yield CollectiveTraffic(
+            "tp", "all_gather", "messages", count, layout.tp * amount, layout.tp
+        )
 
 
-def pipeline_messages(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
+def pipeline_messages(config: Config, layout: Layout, rank: int) -> Iterator[CollectiveTraffic]:
     """A message forward and one back, per piece, at each border between two ranks, by peer."""
     schedule = layout.schedule
     messages: Counter[int] = Counter()
@@ -293,20 +302,20 @@ def pipeline_messages(config: Config, layout: Layout, rank: int) -> Iterator[Exc
                 for length in layout.local_lengths
             )
     for peer, count in sorted(messages.items()):
-        yield Exchange("pp", "send", f"to {peer}", count, amounts[peer], layout.pp)
+        yield CollectiveTraffic("pp", "send", f"to {peer}", count, amounts[peer], layout.pp)
 
 
-def _scalars(config: Config, layout: Layout) -> Iterator[Exchange]:
+def _scalars(config: Config, layout: Layout) -> Iterator[CollectiveTraffic]:
     """Sums in a fixed order are all-gathers: the unmasked tokens before the first backward, which
     in later steps come with the totals of the one before where the pipeline is flushed, and at the
     end the totals of the step, with the squared norms of each stage and of the tied matrix."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pipeline_processes}
     ends = {homes[-1] for homes in layout.schedule.placement.table}
-    told = sum(layout.model.told().values())
+    told = sum(layout.model.routing_stat_counts().values())
     for what, axes, length in (
         ("tokens", ("cp", "dp", "pp") if len(ends) > 1 else ("cp", "dp"), 1),
         ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + _OTHER_TOTALS + told),
     ):
         for axis in axes:
             total = sizes[axis] * length * SCALAR
-            yield Exchange(axis, "all_gather", what, 1, total, sizes[axis])
+            yield CollectiveTraffic(axis, "all_gather", what, 1, total, sizes[axis])

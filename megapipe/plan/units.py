@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from megapipe.command_line import phase
 from megapipe.config.config import Config
-from megapipe.distributed.grid import Coordinates
-from megapipe.layers.policy import BlockPolicy, Span
+from megapipe.distributed.grid import MeshCoordinates
+from megapipe.layers.policy import BlockPolicy, BlockSpan
 from megapipe.layout.layout import Layout
 from megapipe.model.partition import StageSpec
 from megapipe.plan.cache import Cache, user_cache
@@ -121,7 +121,7 @@ class Units:
             config = self.config.model_copy(update={"experts": experts})
             layout = replace(
                 self.layout,
-                node=node,
+                ranks_per_node=node,
                 slice_lengths=(self.config.train.sequence_length,),
                 schedule=gpipe_on(self.layout.schedule.placement, 1),
             )
@@ -139,13 +139,14 @@ class Units:
     @cached_property
     def without_recomputation(self) -> Units:
         """Units of the layout with layers that keep all of their activations."""
-        spans = self.layout.spans
+        spans = self.layout.block_policies
         if not any(span.policy.recompute for own in spans for span in own):
             return self
         kept = [
-            [Span(sum(span.blocks for span in own), BlockPolicy())] * bool(own) for own in spans
+            [BlockSpan(sum(span.blocks for span in own), BlockPolicy())] * bool(own)
+            for own in spans
         ]
-        layout = replace(self.layout, spans=tuple(map(tuple, kept)))
+        layout = replace(self.layout, block_policies=tuple(map(tuple, kept)))
         return Units(self.config, layout, self._cache)
 
     def _measure(
@@ -160,7 +161,7 @@ class Units:
             with phase("running stages without values"):
                 from megapipe.plan.run import run_part
 
-                at, part, given = Coordinates(0, 0, index, 0), short.part, self._results
+                at, part, given = MeshCoordinates(0, 0, index, 0), short.part, self._results
                 return run_part(
                     config, layout, part, rows, at=at, imbalance=imbalance, results=given
                 )
@@ -210,7 +211,9 @@ def _peaks(unit: Unit) -> int:
 
 
 def _single(layer: int, policy: BlockPolicy, recompute: bool) -> Part:
-    return Part(StageSpec(False, range(layer, layer + 1), False), (Span(1, policy),), recompute)
+    return Part(
+        StageSpec(False, range(layer, layer + 1), False), (BlockSpan(1, policy),), recompute
+    )
 
 
 def _has_user_code(config: Config) -> bool:
@@ -235,7 +238,7 @@ def _others(config: Config, layout: Layout) -> Mapping[str, Any]:
         "data": [data.masks_documents, config.resets_positions, len(data.mixture)],
         "train": [train.sequence_length, train.loss],
         "parallel": [parallel.sequence_parallel, parallel.backend, parallel.per_node],
-        "sizes": [layout.tp, layout.cp, layout.ep, layout.etp, layout.node, layout.dp],
+        "sizes": [layout.tp, layout.cp, layout.ep, layout.etp, layout.ranks_per_node, layout.dp],
         "lengths": layout.local_lengths,
         "passes on": [layout.sends_tuples, layout.loss_chunk],
     }

@@ -7,7 +7,7 @@ all that were sent on the channel earlier; see :mod:`megapipe.schedule.lower`.
 from array import array
 from typing import NamedTuple
 
-from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies, Link
+from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies, RankPair
 from megapipe.schedule.ir import JOINED, Schedule
 
 
@@ -28,7 +28,7 @@ def channels(schedule: Schedule) -> tuple[Channel, ...]:
     dependencies = Dependencies(schedule)
     lists = [dependencies.codes(rank) for rank in range(schedule.placement.ranks)]
     make_base = dependencies.base[1]
-    sent: dict[Link, int] = {}
+    sent: dict[RankPair, int] = {}
     number = array("i", bytes(4 * dependencies.slots))
     """By slot, the place of its message in its channel, from 1."""
     for codes in lists:

@@ -15,7 +15,7 @@ PerStage = Time | tuple[Time, ...]
 PerLink = Time | Mapping[tuple[int, int], Time]
 
 
-class Leaving(NamedTuple):
+class GradBucket(NamedTuple):
     """One bucket of a stage's gradients, reduced as soon as its gradients are complete."""
 
     after: Time
@@ -24,9 +24,9 @@ class Leaving(NamedTuple):
     """The bucket's share of the time of the stage's reduction."""
 
 
-Buckets = tuple[tuple[Leaving, ...], ...]
+Buckets = tuple[tuple[GradBucket, ...], ...]
 """The buckets of each stage, in the order in which they are reduced."""
-WHOLE = (Leaving(1, 1),)
+WHOLE = (GradBucket(1, 1),)
 """One bucket: all gradients of a stage, reduced after the operation."""
 
 
@@ -202,7 +202,7 @@ class Cost:
 def equal_buckets(count: int, stages: int) -> Buckets:
     """`count` equal buckets per stage, complete at equal intervals within the operation."""
     part = Fraction(1, count)
-    return (tuple(Leaving(plain(part * (i + 1)), plain(part)) for i in range(count)),) * stages
+    return (tuple(GradBucket(plain(part * (i + 1)), plain(part)) for i in range(count)),) * stages
 
 
 def _row(name: str, value: PerStage, stages: int) -> tuple[Time, ...]:

@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.holders import Meeting, meetings
+from megapipe.schedule.holders import SharedReduction, shared_reductions
 from megapipe.schedule.ir import Kind, Schedule
-from megapipe.schedule.program import Action, Do, Program
+from megapipe.schedule.program import Action, ActionKind, Program
 
 _USES_WEIGHTS = frozenset((Kind.F, Kind.B, Kind.I, Kind.R))
 _ADDS_GRADIENTS = frozenset((Kind.B, Kind.W))
@@ -47,20 +47,20 @@ REPLICAS = ReplicaPolicy()
 """The policy of a timing that is given none."""
 
 
-def synchronise(
+def add_data_parallel_actions(
     program: Program,
     *,
-    shared: Sequence[Meeting] = (),
+    shared: Sequence[SharedReduction] = (),
     in_runs: bool,
     prefetch: int | None,
     unsplit: Collection[int] = (),
 ) -> Program:
-    """`program` with the replicas' actions: REDUCE, OPEN, AWAIT, UNSHARD and RESHARD.
+    """`program` with the replicas' actions: REDUCE, ALLOC_GRADS, WAIT_WEIGHTS, UNSHARD and RESHARD.
 
     Args:
         shared: where the stages of several holders are reduced, once each.
-        in_runs: reduce other stages after each run of weight gradients, and OPEN them before it.
-        prefetch: how many stages ahead weights are gathered; None: weights are never released.
+        in_runs: reduce other stages after each run of weight gradients, and ALLOC_GRADS them before
+        it. prefetch: how many stages ahead weights are gathered; None: weights are never released.
         unsplit: stages that compute weight gradients within ``I`` too.
     """
     actions: Sequence[Action] = program.actions
@@ -72,15 +72,15 @@ def synchronise(
     return Program(program.rank, tuple(actions))
 
 
-def for_zero(
+def with_zero_actions(
     programs: Iterable[Program],
     schedule: Schedule,
     policy: ReplicaPolicy,
 ) -> Iterator[Program]:
     """The programs of a schedule's ranks with the actions that `policy` asks of replicas."""
-    shared = meetings(schedule)
+    shared = shared_reductions(schedule)
     for program in programs:
-        yield synchronise(
+        yield add_data_parallel_actions(
             program,
             shared=shared[program.rank],
             in_runs=policy.zero >= 2,
@@ -91,10 +91,10 @@ def for_zero(
 
 def operations(schedule: Schedule, rank: int) -> Program:
     """A rank's operations as a program without messages, which do not change where
-    :func:`synchronise` puts its actions."""
+    :func:`add_data_parallel_actions` puts its actions."""
     return Program(
         rank,
-        tuple(Action(Do.COMPUTE, *op[:4]) for op in schedule.rank_ops(rank)),
+        tuple(Action(ActionKind.COMPUTE, *op[:4]) for op in schedule.rank_ops(rank)),
     )
 
 
@@ -107,22 +107,22 @@ def last_gradients(actions: Sequence[Action]) -> dict[int, int]:
     """
     found, last = {}, -1
     for place, action in enumerate(actions):
-        if action.do == Do.COMPUTE:
+        if action.do == ActionKind.COMPUTE:
             last = place
-        elif action.do == Do.REDUCE and last >= 0:
+        elif action.do == ActionKind.REDUCE and last >= 0:
             before = actions[last]
             if before.stage == action.stage and before.kind in _ADDS_GRADIENTS:
                 found[place] = last
     return found
 
 
-def _on(do: Do, stage: int) -> Action:
+def _on(do: ActionKind, stage: int) -> Action:
     return Action(do, Kind.W, stage, -1)
 
 
 def _with_reductions(
     actions: Sequence[Action],
-    shared: Sequence[Meeting],
+    shared: Sequence[SharedReduction],
     unsplit: Collection[int],
     *,
     in_runs: bool,
@@ -134,7 +134,7 @@ def _with_reductions(
     adding = [
         (i, action.stage)
         for i, action in enumerate(actions)
-        if action.do == Do.COMPUTE
+        if action.do == ActionKind.COMPUTE
         and (action.kind in _ADDS_GRADIENTS or (action.kind == Kind.I and action.stage in unsplit))
     ]
     runs = [list(run) for _, run in itertools.groupby(adding, key=lambda use: use[1])]
@@ -144,19 +144,19 @@ def _with_reductions(
         last = set({stage: i for i, stage in adding}.values())
     complete, done = due[0], 0
     for i, action in enumerate(actions):
-        if action.do != Do.SEND:
-            yield from (_on(Do.REDUCE, stage) for stage in complete)
+        if action.do != ActionKind.SEND:
+            yield from (_on(ActionKind.REDUCE, stage) for stage in complete)
             complete = []
         own = action.stage not in others
         if own and i in first:
-            yield _on(Do.OPEN, action.stage)
+            yield _on(ActionKind.ALLOC_GRADS, action.stage)
         yield action
         if own and i in last:
             complete.append(action.stage)
-        if action.do == Do.COMPUTE:
+        if action.do == ActionKind.COMPUTE:
             done += 1
             complete += due[done]
-    yield from (_on(Do.REDUCE, stage) for stage in complete)
+    yield from (_on(ActionKind.REDUCE, stage) for stage in complete)
 
 
 def _with_awaits(actions: Sequence[Action]) -> Iterator[Action]:
@@ -164,12 +164,12 @@ def _with_awaits(actions: Sequence[Action]) -> Iterator[Action]:
     for action in actions:
         if _needs_weights(action) and action.stage not in seen:
             seen.add(action.stage)
-            yield _on(Do.AWAIT, action.stage)
+            yield _on(ActionKind.WAIT_WEIGHTS, action.stage)
         yield action
 
 
 def _needs_weights(action: Action) -> bool:
-    return action.do == Do.COMPUTE and action.kind in _USES_WEIGHTS
+    return action.do == ActionKind.COMPUTE and action.kind in _USES_WEIGHTS
 
 
 def _with_gathers(actions: Sequence[Action], prefetch: int) -> Iterator[Action]:
@@ -182,7 +182,7 @@ def _with_gathers(actions: Sequence[Action], prefetch: int) -> Iterator[Action]:
     awaited: set[int] = set()
     held: list[Action] = []  # what waits, or takes memory, until gathers have begun
     for action in actions:
-        if action.do in (Do.RECV, Do.OPEN):
+        if action.do in (ActionKind.RECV, ActionKind.ALLOC_GRADS):
             held.append(action)
             continue
         if _needs_weights(action):
@@ -191,17 +191,17 @@ def _with_gathers(actions: Sequence[Action], prefetch: int) -> Iterator[Action]:
             for stage in [stage for stage in gathered if stage not in wanted]:
                 gathered.remove(stage)
                 awaited.discard(stage)
-                yield _on(Do.RESHARD, stage)
+                yield _on(ActionKind.RESHARD, stage)
             for stage in wanted:
                 if stage not in gathered:
                     gathered.append(stage)
-                    yield _on(Do.UNSHARD, stage)
+                    yield _on(ActionKind.UNSHARD, stage)
             uses[action.stage].pop()
         yield from held
         held.clear()
         if _needs_weights(action) and action.stage not in awaited:
             awaited.add(action.stage)
-            yield _on(Do.AWAIT, action.stage)
+            yield _on(ActionKind.WAIT_WEIGHTS, action.stage)
         yield action
     for stage in gathered:
-        yield _on(Do.RESHARD, stage)
+        yield _on(ActionKind.RESHARD, stage)

@@ -42,14 +42,14 @@ LOW = (1 << PIECE_SHIFT) - 1
 PIECES = (1 << 60 - PIECE_SHIFT) - 1
 
 
-class Flow(NamedTuple):
+class MicroBatchKind(NamedTuple):
     """A kind of micro-batch: the direction it runs through and its share of a whole one."""
 
     direction: int
     size: Fraction
 
 
-class Link(NamedTuple):
+class RankPair(NamedTuple):
     """The two ranks between which operations of one kind at one node send or receive."""
 
     src: int
@@ -63,9 +63,11 @@ class Dependencies:
         self.schedule = schedule
         self.stages = schedule.placement.stages
         self.pieces = schedule.microbatches * schedule.slices
-        flows: dict[Flow, int] = {}
+        flows: dict[MicroBatchKind, int] = {}
         self.flow_of = [
-            flows.setdefault(Flow(schedule.direction_of(m), schedule.size_of(m)), len(flows))
+            flows.setdefault(
+                MicroBatchKind(schedule.direction_of(m), schedule.size_of(m)), len(flows)
+            )
             for m in (range(schedule.microbatches) if schedule.direction or schedule.sizes else [0])
         ]
         self.flows = tuple(flows)
@@ -82,7 +84,7 @@ class Dependencies:
         self.slots = self.totals + self.pieces
 
     @property
-    def there(self) -> range:
+    def always_ready(self) -> range:
         """The slots of what is always there."""
         return range(self.always, self.nothing)
 
@@ -110,14 +112,14 @@ class Dependencies:
         stage = (code >> STAGE_SHIFT & STAGE_MASK) % self.stages
         return Op(Kind(code & KIND_MASK), stage, microbatch, part, code & JOINED > 0)
 
-    def by_low(self) -> Iterator[tuple[int, Kind, Flow, int]]:
+    def by_low(self) -> Iterator[tuple[int, Kind, MicroBatchKind, int]]:
         """Every low part with its kind, flow and stage."""
         for index, flow in enumerate(self.flows):
             for stage in range(self.stages):
                 for kind in Kind:
                     yield kind | (index * self.stages + stage) << STAGE_SHIFT, kind, flow, stage
 
-    def rank_of(self, flow: Flow, stage: int) -> int:
+    def rank_of(self, flow: MicroBatchKind, stage: int) -> int:
         """The rank that has a node."""
         return self.schedule.placement.table[flow.direction][stage]
 
@@ -177,17 +179,17 @@ class Dependencies:
         return self.base[0][code & LOW] + (code >> PIECE_SHIFT & PIECES)
 
     @cached_property
-    def incoming(self) -> list[Link | None]:
+    def incoming(self) -> list[RankPair | None]:
         """By low part: the ranks between which an operation's input is sent; None if it is not."""
         return self._crossing(back=False)
 
     @cached_property
-    def outgoing(self) -> list[Link | None]:
+    def outgoing(self) -> list[RankPair | None]:
         """By low part: the ranks between which an operation's output is sent; None if it is not."""
         return self._crossing(back=True)
 
-    def _crossing(self, *, back: bool) -> list[Link | None]:
-        edges: list[Link | None] = []
+    def _crossing(self, *, back: bool) -> list[RankPair | None]:
+        edges: list[RankPair | None] = []
         for low, kind, flow, stage in self.by_low():
             edges.extend([None] * (low + 1 - len(edges)))
             if kind in (Kind.W, Kind.R, Kind.U):
@@ -197,7 +199,7 @@ class Dependencies:
                 continue
             mine, peer = self.rank_of(flow, stage), self.rank_of(flow, other)
             if mine != peer:
-                edges[low] = Link(mine, peer) if back else Link(peer, mine)
+                edges[low] = RankPair(mine, peer) if back else RankPair(peer, mine)
         return edges
 
     def maker(self, slot: int) -> tuple[int, tuple[Op, ...]]:

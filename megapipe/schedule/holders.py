@@ -20,7 +20,7 @@ LENGTH = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1, Kind.R: 1, Kind.U: 1}
 """Time of an operation by kind, the same on all ranks."""
 
 
-class Meeting(NamedTuple):
+class SharedReduction(NamedTuple):
     """Where a rank takes part in the reduction of a stage that others hold too."""
 
     done: int
@@ -28,12 +28,12 @@ class Meeting(NamedTuple):
     stage: int
 
 
-def meetings(schedule: Schedule) -> list[list[Meeting]]:
+def shared_reductions(schedule: Schedule) -> list[list[SharedReduction]]:
     """Per rank, its reductions with other holders, in order. A holder that adds no gradient to a
     stage is through with it when its list ends."""
     placement = schedule.placement
     shared = [s for s in range(placement.stages) if len(placement.holders(s)) > 1]
-    found: list[list[Meeting]] = [[] for _ in schedule.ops]
+    found: list[list[SharedReduction]] = [[] for _ in schedule.ops]
     if schedule.forward_only or not shared:
         return found
     ends = _ends(schedule)
@@ -49,7 +49,7 @@ def meetings(schedule: Schedule) -> list[list[Meeting]]:
     complete = {s: max(through[rank][s] for rank in placement.holders(s)) for s in shared}
     for stage in sorted(shared, key=lambda s: (complete[s], s)):
         for rank in placement.holders(stage):
-            found[rank].append(Meeting(bisect_right(ends[rank], complete[stage]), stage))
+            found[rank].append(SharedReduction(bisect_right(ends[rank], complete[stage]), stage))
     return found
 
 

@@ -169,7 +169,7 @@ class Schedule:
     microbatches: int
     ops: tuple["array[int]", ...]
     """One ``array('q')`` of packed operations per rank."""
-    held_limit: tuple[int, ...] | None = None
+    activation_bound: tuple[int, ...] | None = None
     """Promise of the generator: per rank, the most chunk activations alive at once, each counted
     from its F (or from its R, where the stage recomputes) to its W (or B); that of a slice or of a
     part of a micro-batch counts as one."""
@@ -201,7 +201,7 @@ class Schedule:
             )
         for what, given, wanted, each in (
             ("lists of operations", self.ops, ranks, "rank"),
-            ("limits", self.held_limit, ranks, "rank"),
+            ("limits", self.activation_bound, ranks, "rank"),
             ("directions", self.direction, self.microbatches, "micro-batch"),
             ("sizes", self.sizes, self.microbatches, "micro-batch"),
             ("lists of versions", self.updates.reads if self.updates else None, ranks, "rank"),

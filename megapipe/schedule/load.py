@@ -48,10 +48,10 @@ def goes_by(spec: str, option: str) -> bool:
     offers unasked, as `cost`; a user-defined function may use it."""
     if spec in names() or spec in aliases():
         return option in accepts(spec)
-    return is_own(spec) and not spec.endswith(".csv")
+    return is_user_schedule(spec) and not spec.endswith(".csv")
 
 
-def is_own(spec: str) -> bool:
+def is_user_schedule(spec: str) -> bool:
     """Whether `spec` is a function or a file of the user's, whose schedules must be proved."""
     return ":" in spec or spec.endswith(".csv")
 

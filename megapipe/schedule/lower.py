@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.placement import Placement
-from megapipe.schedule.program import Action, Do, Program
+from megapipe.schedule.program import Action, ActionKind, Program
 from megapipe.schedule.proof.validate import validate
 
 
@@ -42,15 +42,15 @@ def lower(
     wanted = list(range(schedule.placement.ranks) if ranks is None else ranks)
     senders = {src for src, dst in pairs(schedule.placement) if dst in wanted}
     queues = _queues(schedule, senders.union(wanted))
-    steps: dict[int, list[tuple[Do, _Message, int]]] = {rank: [] for rank in wanted}
+    steps: dict[int, list[tuple[ActionKind, _Message, int]]] = {rank: [] for rank in wanted}
     known = {}  # (sender, message): what the sender had received from the receiver by then
     for rank in senders.union(wanted):
         received: dict[int, int] = defaultdict(int)
         for step in _steps(schedule, rank, queues):
             do, message, peer = step
-            if do == Do.RECV:
+            if do == ActionKind.RECV:
                 received[peer] += 1
-            elif do == Do.SEND and peer in steps:
+            elif do == ActionKind.SEND and peer in steps:
                 known[rank, message] = received[peer]
             if rank in steps:
                 steps[rank].append(step)
@@ -60,7 +60,7 @@ def lower(
         actions = []
         for do, message, peer in steps[rank]:
             acks = 0
-            if do == Do.RECV:
+            if do == ActionKind.RECV:
                 acks = known[peer, message] - acked[peer]
                 acked[peer] += acks
             actions.append(Action(do, *message, peer, acks))
@@ -100,7 +100,7 @@ def channel_rounds(used: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]
 
 def _steps(
     schedule: Schedule, rank: int, queues: dict[tuple[int, int], list[_Message]]
-) -> Iterator[tuple[Do, _Message, int]]:
+) -> Iterator[tuple[ActionKind, _Message, int]]:
     """The actions of a rank without acknowledgements: (do, what, peer or -1)."""
     place = {
         message: index
@@ -115,14 +115,14 @@ def _steps(
             if source is not None:
                 message, peer = source
                 for index in range(taken[peer], place[message] + 1):
-                    yield Do.RECV, queues[peer, rank][index], peer
+                    yield ActionKind.RECV, queues[peer, rank][index], peer
                 taken[peer] = max(taken[peer], place[message] + 1)
         for op in together:
-            yield Do.COMPUTE, _message(op), -1
+            yield ActionKind.COMPUTE, _message(op), -1
         for op in together:
             target = _output(op, schedule)
             if target is not None:
-                yield Do.SEND, *target
+                yield ActionKind.SEND, *target
 
 
 def _together(ops: Iterable[Op]) -> Iterator[list[Op]]:

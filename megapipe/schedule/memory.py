@@ -116,7 +116,7 @@ def _per_link(
     return dict(sorted(result.items()))
 
 
-def weight_copies(schedule: Schedule) -> tuple[Amount, ...]:
+def weight_replicas(schedule: Schedule) -> tuple[Amount, ...]:
     """Per rank, the weights that it holds; 1 is the model's weights / number of ranks."""
     placement = schedule.placement
     shares = placement.stage_shares

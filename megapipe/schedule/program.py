@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megapipe.schedule.ir import Kind
 
 
-class Do(IntEnum):
+class ActionKind(IntEnum):
     """Kinds of actions."""
 
     COMPUTE = 0
@@ -19,11 +19,11 @@ class Do(IntEnum):
     RECV = 2
     REDUCE = 3
     """Begin to reduce the gradients of a stage."""
-    OPEN = 4
+    ALLOC_GRADS = 4
     """Make room for the gradients of a stage."""
     UNSHARD = 5
     """Begin to gather the weights of a stage."""
-    AWAIT = 6
+    WAIT_WEIGHTS = 6
     """Wait until the weights of a stage are there."""
     RESHARD = 7
     """Let go of the gathered weights of a stage."""
@@ -38,7 +38,7 @@ class Action(NamedTuple):
     (:mod:`megapipe.schedule.data_parallel`).
     """
 
-    do: Do
+    do: ActionKind
     kind: Kind
     stage: int
     microbatch: int

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megapipe.schedule.ir import Kind, Op, Schedule
-from megapipe.schedule.program import Do, Program
+from megapipe.schedule.program import ActionKind, Program
 
 
 def speculation(schedule: Schedule) -> tuple[int, ...]:
@@ -44,10 +44,10 @@ def cut(program: Program, operations: int) -> int:
     """Number of actions of a rank's first `operations` operations, messages sent included."""
     index = 0
     for _ in range(operations):
-        while program.actions[index].do != Do.COMPUTE:
+        while program.actions[index].do != ActionKind.COMPUTE:
             index += 1
         index += 1
-        while index < len(program.actions) and program.actions[index].do == Do.SEND:
+        while index < len(program.actions) and program.actions[index].do == ActionKind.SEND:
             index += 1
     return index
 

@@ -24,12 +24,12 @@ from megapipe.schedule.ir import Schedule
 from megapipe.schedule.memory import peak_weighted
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.proof.validate import validate
-from megapipe.schedule.search import Found, search
+from megapipe.schedule.search import SearchResult, search
 from megapipe.schedule.text import from_csv, to_csv
 from megapipe.schedule.timing.idle import typical_latency
 from megapipe.schedule.timing.simulate import simulate
 from megapipe.train.train_step import TrainStep
-from megapipe.util.beneath import write_beneath
+from megapipe.util.beneath import write_no_symlinks
 
 WARM_UP = 1
 """Steps before the first timed one, at the start and after the switch."""
@@ -111,7 +111,7 @@ class AutoSchedule:
 
     def _most_alive(self, schedule: Schedule) -> float:
         """The most micro-batches that a rank holds, less what their input gradients free."""
-        return float(max(peak_weighted(schedule, self.layout.freed)))
+        return float(max(peak_weighted(schedule, self.layout.freed_by_input_grad)))
 
     def after(self, seconds: float, *, recorded: bool) -> None:
         """A step has ended, which took `seconds`, recorded or not."""
@@ -170,13 +170,15 @@ class AutoSchedule:
         text = to_csv(chosen)
         try:
             staging = self.path.with_suffix(".tmp")
-            write_beneath(staging.parent, staging.name, text)
+            write_no_symlinks(staging.parent, staging.name, text)
             staging.replace(self.path)
         except OSError as error:
             self.note(f"schedule auto: {self.path} is not written: {error.strerror}")
         return "" if chosen is first else text
 
-    def _found(self, placement: Placement, cost: Cost, evaluations: int | None = None) -> Found:
+    def _found(
+        self, placement: Placement, cost: Cost, evaluations: int | None = None
+    ) -> SearchResult:
         return search(
             placement.ranks,
             self.train_step.schedule.microbatches,
@@ -184,7 +186,7 @@ class AutoSchedule:
             placements=(placement,),
             memory_limit=self.limit,
             accounting="weighted",
-            freed=self.layout.freed,
+            freed=self.layout.freed_by_input_grad,
             evaluations=evaluations,
         )
 
@@ -206,7 +208,11 @@ class AutoSchedule:
 
     def _others(self, cost: Cost) -> Iterator[tuple[str, Placement, Cost]]:
         """Other placements, and what their stages would cost with an even partition."""
-        ranks, layers, ends = self.layout.pp, self.layout.model.layers, self.layout.model.ends
+        ranks, layers, ends = (
+            self.layout.pp,
+            self.layout.model.layers,
+            self.layout.model.has_embedding_and_head,
+        )
         for name, placement in (
             ("pipeline.placement=loop pipeline.chunks=1", loop(ranks)),
             ("pipeline.placement=loop pipeline.chunks=2", loop(ranks, 2)),
@@ -221,7 +227,7 @@ class AutoSchedule:
         table = dict(zip("FBIW", cost.table(self.layout.stages), strict=False))
         parts = {kind: self._by_part([float(time) for time in table[kind]]) for kind in table}
         layer, embedding, head = (sum(parts[kind][i] for kind in "FIW") for i in range(3))
-        layers, ends = self.layout.model.layers, self.layout.model.ends
+        layers, ends = self.layout.model.layers, self.layout.model.has_embedding_and_head
         inner = [layer] * layers
         text = balanced([embedding, *inner, head] if ends else inner, placement, ends=ends)
         specs = parse_layout(text, layers, ends=ends)

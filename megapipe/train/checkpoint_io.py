@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.reader import Checkpoint, readers
 from megapipe.checkpoint.regions import flat_regions
-from megapipe.checkpoint.stateful import Weights
+from megapipe.checkpoint.stateful import TensorReader
 from megapipe.checkpoint.writer import Piece
 from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.optimizer import Optimizer
@@ -26,7 +26,7 @@ def pieces(optimizer: Optimizer) -> Iterator[Piece]:
     for owned in optimizer.own_slices():
         spec = owned.spec
         for position, local in flat_regions(spec.sizes, owned.start, owned.stop):
-            for inside, region in spec.placed(local):
+            for inside, region in spec.global_regions(local):
                 for kind, flat in owned.values.items():
                     values = flat[position : position + local.numel].view(local.sizes)
                     yield Piece(
@@ -34,10 +34,10 @@ def pieces(optimizer: Optimizer) -> Iterator[Piece]:
                     )
 
 
-def read_region(checkpoint: Weights, kind: str, spec: LocalParameter, out: Tensor) -> None:
+def read_region(checkpoint: TensorReader, kind: str, spec: LocalParameter, out: Tensor) -> None:
     """Fill `out`, this rank's part of ``kind/name``, from a checkpoint of any layout; padding
     beyond the true shape is left alone."""
-    for inside, region in spec.placed():
+    for inside, region in spec.global_regions():
         checkpoint.read_into(out[inside], f"{kind}/{spec.name}", region)
 
 
@@ -53,7 +53,7 @@ def files_needed(
     weights = [spec for kind, spec in optimizer.loaded() if kind == "model"]
     of_older = ((kind, spec) for kind in older for spec in weights)
     for kind, spec in (*optimizer.loaded(), *of_older):
-        for _, region in spec.placed():
+        for _, region in spec.global_regions():
             files |= checkpoint.files_with(f"{kind}/{spec.name}", region)
     return files
 
@@ -80,7 +80,7 @@ def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int, lr: float) 
 
 
 def load_weights(
-    optimizer: Optimizer, weights: Weights, *, fresh: Container[str] = (), seed: int = 0
+    optimizer: Optimizer, weights: TensorReader, *, fresh: Container[str] = (), seed: int = 0
 ) -> None:
     """Set the weights alone; those named in `fresh` get the initial values of `seed`."""
 

@@ -12,17 +12,17 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
 from megapipe.config.section import OnResume
-from megapipe.data.build import Past
+from megapipe.data.build import ConsumedData
 from megapipe.data.prepare.leftovers import remove_leftovers
 from megapipe.data.sources import Sources, load_sources
 from megapipe.data.tokenizer import Tokenizer
-from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import DataError, MegapipeError
 from megapipe.train.resume.changes import Change
-from megapipe.train.resume.coordinates import Coordinates
+from megapipe.train.resume.coordinates import ResumePoint
 from megapipe.util import heartbeat
-from megapipe.util.left_out import LeftOut
+from megapipe.util.left_out import SkippedSamples
 from megapipe.watch.journal import text
 
 T = TypeVar("T")
@@ -44,20 +44,20 @@ def prepare_on_all(
     def load() -> Sources:
         sources = load_sources(config, tokenizer, progress=mesh.rank == 0)
         if local_rank == 0:
-            remove_leftovers(Path(config.data.cache), heartbeat.say)
+            remove_leftovers(Path(config.data.cache), heartbeat.print_notice)
         return sources
 
-    prepared = on_all(mesh, local_rank, load)
+    prepared = on_node_leaders_first(mesh, local_rank, load)
     _compare_ranks(prepared, config.data, mesh)
     return prepared
 
 
-def on_all(mesh: ParallelMesh, local_rank: int, make: Callable[[], T]) -> T:
+def on_node_leaders_first(mesh: ParallelMesh, local_rank: int, make: Callable[[], T]) -> T:
     """Call `make` on every process, on one of each node before the others, and return its result.
 
     It may take long. Raises a :class:`MegapipeError` of any rank on all of them.
     """
-    mesh.journal.does(text("preparing the data"))
+    mesh.journal.set_activity(text("preparing the data"))
     made: list[T] = []
     error = None
     for turn in (local_rank == 0, local_rank != 0):
@@ -66,22 +66,22 @@ def on_all(mesh: ParallelMesh, local_rank: int, make: Callable[[], T]) -> T:
                 made.append(make())
             except MegapipeError as problem:
                 error = problem
-        mesh.await_all(PATIENCE)
-        all_or_none(mesh, error)
+        mesh.long_barrier(PATIENCE)
+        raise_on_all(mesh, error)
     return made[0]
 
 
-def past_of(checkpoint: Checkpoint | None, *, anew: bool, left_out: LeftOut) -> Past:
+def past_of(checkpoint: Checkpoint | None, *, anew: bool, left_out: SkippedSamples) -> ConsumedData:
     """How far a checkpoint is in the data, of which a run that begins leaves some out; `anew`: they
     are begun again. Raises :class:`CheckpointError`."""
     if checkpoint is None:
-        return Past(left_out=left_out)
+        return ConsumedData(left_out=left_out)
     if anew:
-        return Past(checkpoint.step, left_out=left_out)
-    found = Coordinates.of(checkpoint)
-    kept = LeftOut.stored(checkpoint.manifest.coordinates.get("left_out", []))
+        return ConsumedData(checkpoint.step, left_out=left_out)
+    found = ResumePoint.of(checkpoint)
+    kept = SkippedSamples.stored(checkpoint.manifest.coordinates.get("left_out", []))
     gone = kept.going_on(left_out, found.samples)
-    return Past(checkpoint.step, found.samples, found.order, gone)
+    return ConsumedData(checkpoint.step, found.samples, found.order, gone)
 
 
 def name_of(data: DataConfig) -> str:
@@ -107,7 +107,7 @@ def _compare_ranks(own: Sources, data: DataConfig, mesh: ParallelMesh) -> None:
             f"data.source={name_of(data)}: rank {mesh.rank} has other samples than rank 0: "
             "expected the same in every process and at every call"
         )
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)
 
 
 def change_of_corpus(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.config import Config
-from megapipe.context.split import HeldPositions
+from megapipe.context.split import LocalPositions
 from megapipe.data.batch import Samples
 from megapipe.data.sources import prefetches
 from megapipe.distributed.mesh import Axis, AxisName, ParallelMesh
@@ -27,22 +27,22 @@ from megapipe.layout.layout import Layout
 from megapipe.ops.documents import Documents, document_ids, positions_in
 from megapipe.ops.transfer import Uploads
 from megapipe.schedule.ir import Schedule
-from megapipe.train.reading import Reader
+from megapipe.train.reading import PrefetchThread
 from megapipe.train.same_data import check_same_data, checksum
-from megapipe.util.left_out import LeftOut
+from megapipe.util.left_out import SkippedSamples
 
-Rows = Callable[[Sequence[int]], Samples | tuple[Tensor, Tensor, Tensor]]
+BatchReader = Callable[[Sequence[int]], Samples | tuple[Tensor, Tensor, Tensor]]
 """Global sample indices -> tokens [b, s], labels [b, s], mask [b, s], which is bool, or of a
 mixture uint8: 1 + the source of what counts in the loss; and documents [b, s] where samples are
 packed."""
 
 
-NOTHING = LeftOut()
+NOTHING = SkippedSamples()
 Wholes = dict[int, Samples]
 """Whole micro-batches, by their numbers within the step."""
 
 
-class Piece(NamedTuple):
+class WorkItem(NamedTuple):
     """Rows and positions of a whole micro-batch: one (micro-batch, slice) of a schedule."""
 
     key: Key
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     positions: slice
 
 
-def pieces(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> Iterator[Piece]:
+def work_items(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> Iterator[WorkItem]:
     """All pieces of a step, those of a micro-batch in a row; `rows` are those of a whole one."""
     stop = 0
     for microbatch in range(schedule.microbatches):
@@ -62,10 +62,10 @@ def pieces(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> Itera
         end = 0
         for part, length in enumerate(slice_lengths):
             begin, end = end, end + length
-            yield Piece((microbatch, part), whole, here, slice(begin, end))
+            yield WorkItem((microbatch, part), whole, here, slice(begin, end))
 
 
-class Counted(NamedTuple):
+class LocalTokens(NamedTuple):
     """The unmasked tokens of the last stages of a process, and of a mixture those of each source.
 
     `losses` [pieces][sources] take the sums of their losses, `scratches` [pieces] are what layers
@@ -77,10 +77,10 @@ class Counted(NamedTuple):
     losses: Sequence[Tensor] = ()
     scratches: Sequence[Scratch] = ()
 
-    def none(self) -> Counted:
+    def none(self) -> LocalTokens:
         """Nothing, of as many sources; but what layers have stored, which is of the tokens here."""
         by_source = tuple(0 for _ in self.by_source)
-        return Counted(0, by_source, [loss * 0 for loss in self.losses], self.scratches)
+        return LocalTokens(0, by_source, [loss * 0 for loss in self.losses], self.scratches)
 
     def summed_losses(self) -> list[Tensor]:
         """[sources], in a list; without a mixture the list is empty."""
@@ -91,15 +91,15 @@ class _Place(NamedTuple):
     """Where in the data the micro-batches of a program begin."""
 
     schedule: Schedule
-    rows: Rows
+    rows: BatchReader
     first: int
     """Samples that come before."""
-    left_out: LeftOut
+    left_out: SkippedSamples
     """Numbers that are no sample."""
 
 
 class _ReadPiece(NamedTuple):
-    piece: Piece
+    piece: WorkItem
     ids: Tensor | None
     """Documents of its tokens and of those before them; copied ahead of what follows."""
     at: int
@@ -120,7 +120,7 @@ class _Read(NamedTuple):
     """Numbers of those that first stages of this process are given."""
     length: int | None
     """Of what is here of a whole sequence, where sequences are cut into slices."""
-    held: HeldPositions | None
+    held: LocalPositions | None
     """The positions that are here, where not all are."""
     take: Callable[[], list[Tensor]]
     """Gives what was copied."""
@@ -161,7 +161,7 @@ class Feed:
         """The data on their way to the device, and their place."""
         self._total: tuple[_Place, int] | None = None
         """The unmasked tokens of the global batch at a place, where they are known ahead."""
-        self._reader = Reader()
+        self._reader = PrefetchThread()
         self._reading: tuple[_Place, Future[Wholes]] | None = None
         """The samples that are being read, and their place."""
         self.samples_read: list[int] = []
@@ -170,12 +170,12 @@ class Feed:
     def fetch(
         self,
         schedule: Schedule,
-        rows: Rows,
+        rows: BatchReader,
         step: int,
         first: int,
         factor: float = 1.0,
-        left_out: LeftOut = NOTHING,
-    ) -> tuple[dict[Key, MicroBatch], Counted]:
+        left_out: SkippedSamples = NOTHING,
+    ) -> tuple[dict[Key, MicroBatch], LocalTokens]:
         """The micro-batches of the samples that come after `first` others, of all numbers but those
         `left_out`, and the unmasked tokens of the last stages of this process.
 
@@ -224,16 +224,16 @@ class Feed:
                 first_row=piece.rows.start,
                 sample=index * self.config.train.microbatch + piece.rows.start,
                 start=piece.positions.start // self.layout.cp,
-                held=read.held,
+                local_positions=read.held,
                 positions=positions,
                 sequence_length=read.length,
                 sequence_scratch=sequences.setdefault(rows_of, Scratch()) if sliced else None,
             )
         scratches = [microbatch.scratch for microbatch in result.values()]
-        return result, Counted(tokens_here, tuple(by_source), losses, scratches)
+        return result, LocalTokens(tokens_here, tuple(by_source), losses, scratches)
 
     def read_ahead(
-        self, schedule: Schedule, rows: Rows, first: int, left_out: LeftOut = NOTHING
+        self, schedule: Schedule, rows: BatchReader, first: int, left_out: SkippedSamples = NOTHING
     ) -> None:
         """Begin to read, in a thread, what :meth:`fetch` will be asked for after this step."""
         place = _Place(schedule, rows, first, left_out)
@@ -242,7 +242,7 @@ class Feed:
             self._reading = place, self._reader.begin(lambda: self._samples(place))
 
     def upload_ahead(
-        self, schedule: Schedule, rows: Rows, first: int, left_out: LeftOut = NOTHING
+        self, schedule: Schedule, rows: BatchReader, first: int, left_out: SkippedSamples = NOTHING
     ) -> None:
         """Begin to copy it to a GPU, while that computes."""
         if self.mesh.device.type != "cuda":
@@ -255,7 +255,7 @@ class Feed:
         self._ahead = place, self._start(place, samples)
 
     def count_ahead(
-        self, schedule: Schedule, rows: Rows, first: int, left_out: LeftOut = NOTHING
+        self, schedule: Schedule, rows: BatchReader, first: int, left_out: SkippedSamples = NOTHING
     ) -> float:
         """This rank's part of the unmasked tokens of what is fetched next, to be added up with all
         else at the end of a step; NaN where it cannot be read, which :meth:`fetch` will tell."""
@@ -298,9 +298,9 @@ class Feed:
         size = (self.sources,)
         return torch.full(size, value, dtype=torch.float64, device=self.mesh.device)
 
-    def _pieces(self, schedule: Schedule) -> Iterator[tuple[Piece, bool, bool]]:
+    def _pieces(self, schedule: Schedule) -> Iterator[tuple[WorkItem, bool, bool]]:
         """The pieces of a step, and whether this process has their first and their last stage."""
-        for piece in pieces(schedule, self.config.train.microbatch, self._lengths(schedule)):
+        for piece in work_items(schedule, self.config.train.microbatch, self._lengths(schedule)):
             homes = schedule.placement.table[schedule.direction_of(piece.key[0])]
             yield piece, homes[0] in self.ranks, homes[-1] in self.ranks
 
@@ -358,7 +358,7 @@ class Feed:
             else 0,
         )
 
-    def _own(self, samples: Tensor, piece: Piece) -> Tensor:
+    def _own(self, samples: Tensor, piece: WorkItem) -> Tensor:
         """The part of a piece, at the positions that are here, of tensors [b, s] of samples."""
         split, here = self.layout.split, piece.positions
         if split.cp == 1:
@@ -366,12 +366,12 @@ class Feed:
         own = split.own(here.start, here.stop - here.start, self.mesh.cp.index)
         return torch.cat([samples[piece.rows, run.here] for run in own.runs], dim=1)
 
-    def _held(self, lengths: Sequence[int]) -> HeldPositions | None:
+    def _held(self, lengths: Sequence[int]) -> LocalPositions | None:
         """The positions that are here of sequences in slices of these lengths; None: all."""
         split = self.layout.split
-        return None if split.cp == 1 else split.held(lengths, self.mesh.cp.index)
+        return None if split.cp == 1 else split.local(lengths, self.mesh.cp.index)
 
-    def _document_ids(self, samples: Wholes, piece: Piece) -> Tensor | None:
+    def _document_ids(self, samples: Wholes, piece: WorkItem) -> Tensor | None:
         """Documents of the piece's tokens, and of the tokens before it in the same samples."""
         if self.document_end is None:
             return None

@@ -10,7 +10,7 @@ from megapipe.checkpoint.stateful import Stateful
 class Follower(Stateful):
     """State that follows updates; derive from it and override the parts that exist.
 
-    All ranks call each method. `routing` is that of :class:`~megapipe.train.totals.Totals`, the
+    All ranks call each method. `routing` is that of :class:`~megapipe.train.totals.StepStats`, the
     same on all of them.
     """
 
@@ -28,15 +28,17 @@ class Follower(Stateful):
         """Return numbers for the result of a step."""
         return {}
 
-    def keep(self) -> None:
-        """Keep what there is for :meth:`undo` or :meth:`confirm`, before an update that is
+    def snapshot(self) -> None:
+        """Keep what there is for :meth:`restore` or :meth:`confirm`, before an update that is
         validated later."""
 
-    def move_ahead(self, known: Iterable[tuple[Collection[int], Sequence[float]]]) -> None:
+    def update_speculatively(
+        self, known: Iterable[tuple[Collection[int], Sequence[float]]]
+    ) -> None:
         """Follow an update that may be undone, by layers here and the `routing` that is known of
         them already."""
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Take back what has moved ahead."""
 
     def confirm(self, routing: Sequence[float]) -> None:

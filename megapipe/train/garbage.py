@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 
 
-class Garbage:
+class GCControl:
     """A context in which garbage is collected after every `every` steps and at no other time; 0:
     Python decides."""
 
@@ -19,7 +19,7 @@ class Garbage:
         self._was_on = True
         self._hidden = 0
 
-    def __enter__(self) -> Garbage:
+    def __enter__(self) -> GCControl:
         self._was_on, self._hidden = gc.isenabled(), gc.get_freeze_count()
         if self.every:
             gc.collect()

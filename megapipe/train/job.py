@@ -38,14 +38,14 @@ from megapipe.layout.moe.replicas import check_pool
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import newest_config, package_hash
-from megapipe.plan.freed import freed_share
+from megapipe.plan.freed import freed_by_input_grad
 from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.moe.time import chosen_form
 from megapipe.plan.report import report as plan_report
 from megapipe.plan.units import units_of_run
 from megapipe.util import heartbeat, retries
 from megapipe.watch.journal import Journal, text
-from megapipe.watch.rank import WATCHED_S, Watch
+from megapipe.watch.rank import WATCHED_S, RankWatch
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +163,7 @@ class _Process:
         self._store = store = rendezvous.open_store(info, timeout)
         self._watched = info.world > 1 and config.parallel.watchdog
         """Whether a monitor ends what hangs, before any group's own time is over."""
-        self._watch: Watch | None = None
+        self._watch: RankWatch | None = None
         self._journal = Journal()
         timeout += WATCHED_S * self._watched
         self.ending = shutdown(info, store, timeout_s=timeout, trace=command.traceback)
@@ -217,18 +217,18 @@ class _Process:
         run = self._config.run
         hub = info.address, info.port, "the process that watches the nodes"
         several = info.local_world < info.world
-        self._watch = Watch(
+        self._watch = RankWatch(
             self._store,
             info.rank,
             self._timeout,
             Path(run.folder) / run.name / "hangs",
-            listen=partial(listen_beside, *hub, heartbeat.say) if several else None,
+            listen=partial(listen_beside, *hub, heartbeat.print_notice) if several else None,
             flight_record=flight_record,
             end=self.ending.hangs,
         )
         self.ending.lost_contact = self._watch.lost_contact
         self._journal = self._watch.journal
-        self._journal.does(text("meeting the others"))
+        self._journal.set_activity(text("meeting the others"))
 
     def _cease_to_watch(self) -> None:
         if self._watch is not None:
@@ -250,7 +250,7 @@ class _Process:
 
         command, info, store = self._command, self._info, self._store
         rendezvous.compare_ranks(store, info, compared(self._config, tokenizer), self._timeout)
-        device, backend = devices.choose(self._config.parallel, info, store)
+        device, backend = devices.choose_device(self._config.parallel, info, store)
         kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
         self._config, self._layout = resolve(
             self._config,
@@ -266,7 +266,7 @@ class _Process:
             bind_near(devices.pci_address(device))
         # one rank for all: whoever else is a group further already ends with it
         if info.rank == 0 and not (command.time_slices or progress.is_again(os.environ)):
-            self._journal.does(text("looking at checkpoint.load"))
+            self._journal.set_activity(text("looking at checkpoint.load"))
             check_load(self._config)
         if self._config.log.memory_history:
             remember_allocations(device)
@@ -278,7 +278,7 @@ class _Process:
 
         info, layout = self._info, self._layout
         timeout = self._timeout + WATCHED_S * self._watched
-        meeting = self._journal.line("meeting", range(info.world))
+        meeting = self._journal.counter("meeting", range(info.world))
         enter = partial(rendezvous.start_process_group, self._store, info, backend, timeout)
         meeting.wait(meeting.count(), enter)
         grid = Grid(
@@ -287,7 +287,7 @@ class _Process:
             layout.cp,
             layout.tp,
             *layout.ep_sizes,
-            layout.node,
+            layout.ranks_per_node,
         )
         with rendezvous.connecting(info):
             return ParallelMesh(grid, device=device, timeout_s=timeout, journal=self._journal)
@@ -333,7 +333,7 @@ def _agreed(of_rank_0: Callable[[str, Callable[[], str]], str]) -> Measurements:
 
     def freed(config: Config, layout: Layout) -> Fraction:
         def measure() -> str:
-            return str(freed_share(config, layout, units_of_run(config, layout)))
+            return str(freed_by_input_grad(config, layout, units_of_run(config, layout)))
 
         return Fraction(of_rank_0("the run of stages without values", measure))
 

@@ -16,8 +16,8 @@ from pydantic import JsonValue
 from megapipe.checkpoint.stateful import Stateful
 from megapipe.config.numbers import Action, NumbersConfig
 from megapipe.errors import NumericError
-from megapipe.train.totals import Totals
-from megapipe.words import counted
+from megapipe.train.totals import StepStats
+from megapipe.words import count_noun
 
 ADVICE = "lower optimizer.lr or resume from an earlier checkpoint"
 NORMAL = 1.4826
@@ -26,7 +26,7 @@ LEAST = 0.01
 """Least deviation, as a share of the median: losses of a flat stretch differ by less."""
 
 
-class Fault(NamedTuple):
+class Anomaly(NamedTuple):
     """The reason why the numbers of a step cannot be right, and what is to be done."""
 
     text: str
@@ -34,7 +34,7 @@ class Fault(NamedTuple):
     finite: bool = True
 
 
-class Unsound(NumericError):
+class BadStep(NumericError):
     """A step must not be built upon: it has made no update, or one that has to be taken back.
 
     `step` is the one whose samples are to blame, counted from 0. `rewinds` says whether the run is
@@ -82,7 +82,7 @@ class Spikes:
         self.values.extend(values)
 
 
-class Judge(Stateful):
+class AnomalyDetector(Stateful):
     """Judges the steps of a run, one after the other."""
 
     name = "judged"
@@ -96,7 +96,7 @@ class Judge(Stateful):
         names = () if factor is None else ("loss", "gradient norm")
         self._spikes = [Spikes(name, length, factor or math.inf) for name in names]
 
-    def fault(self, totals: Totals) -> Fault | None:
+    def check(self, totals: StepStats) -> Anomaly | None:
         """Say what is wrong with a step of these totals; None: nothing."""
         if not totals.finite:
             return self.not_finite(
@@ -106,31 +106,31 @@ class Judge(Stateful):
         for spikes, value in zip(self._spikes, (totals.loss, totals.norm), strict=False):
             text = spikes.fault(value)
             if text is not None:
-                return Fault(text, self._config.spike)
+                return Anomaly(text, self._config.spike)
         return None
 
-    def not_finite(self, text: str) -> Fault:
+    def not_finite(self, text: str) -> Anomaly:
         """The fault of values that are not finite."""
-        return Fault(text, self._config.non_finite, finite=False)
+        return Anomaly(text, self._config.non_finite, finite=False)
 
-    def passed(self, totals: Totals) -> None:
+    def record(self, totals: StepStats) -> None:
         """Note the totals of a step that was made with an update."""
         self._skipped = 0
         for spikes, value in zip(self._spikes, (totals.loss, totals.norm), strict=False):
             spikes.values.append(value)
 
-    def act(self, step: int, fault: Fault) -> str:
+    def act(self, step: int, fault: Anomaly) -> str:
         """Act on a step, counted from 0, that has a fault: returns why it is to be made without an
-        update, or raises :class:`Unsound`."""
+        update, or raises :class:`BadStep`."""
         told = f"step {step + 1}: {fault.text}"
         if fault.action == "stop":
-            raise Unsound(f"{told}; {ADVICE}", step, rewinds=False, finite=fault.finite)
+            raise BadStep(f"{told}; {ADVICE}", step, rewinds=False, finite=fault.finite)
         if fault.action == "rewind":
-            raise Unsound(told, step, rewinds=True, finite=fault.finite)
+            raise BadStep(told, step, rewinds=True, finite=fault.finite)
         self._skipped += 1
         if self._skipped > self._config.most_skipped:
-            steps = counted(self._skipped, "step")
-            raise Unsound(
+            steps = count_noun(self._skipped, "step")
+            raise BadStep(
                 f"{told}; {steps} in a row, where numbers.most_skipped="
                 f"{self._config.most_skipped}; {ADVICE}",
                 step,
@@ -139,15 +139,15 @@ class Judge(Stateful):
             )
         return fault.text
 
-    def states_fault(self, updates: int, step: int, where: str | None) -> Unsound:
+    def states_fault(self, updates: int, step: int, where: str | None) -> BadStep:
         """The error where update number `updates`, that of `step`, has left values that are not
         finite, and `where`; skip cannot mend that."""
         told = f"update {updates} has left weights or optimizer states that are not finite"
         told += ", and is not saved" if where is None else f", in {where}, and is not saved"
         if self._config.non_finite == "rewind":
-            return Unsound(told, step, rewinds=True)
+            return BadStep(told, step, rewinds=True)
         advice = "lower optimizer.lr or optimizer.clip, or resume from an earlier checkpoint"
-        return Unsound(f"{told}; {advice}", step, rewinds=False)
+        return BadStep(f"{told}; {advice}", step, rewinds=False)
 
     def state(self) -> dict[str, JsonValue]:
         """Its state for a checkpoint, as JSON takes it."""

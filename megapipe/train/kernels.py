@@ -11,7 +11,7 @@ from megapipe.assembly.kernels import select_kernels
 from megapipe.assembly.sharding import make_sharding
 from megapipe.command_line import phase
 from megapipe.config.config import Config
-from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import LaunchError, MegapipeError
 from megapipe.layers.parameter import TORCH_DTYPES
@@ -30,9 +30,12 @@ def agreed_kernels(
     A rank whose compiler fails raises alone: its tp peers may be in a collective of the block.
     """
     kernels = _selected(config, layout, mesh, cut=schedule.slices > 1)
-    if kernels.blocks is not None:
+    if kernels.attention_tile is not None:
         kernels = replace(
-            kernels, context=make_context(layout, mesh, kernels.blocks, kernels.packed)
+            kernels,
+            context=make_context(
+                layout, mesh, kernels.attention_tile, kernels.packed_attention_tile
+            ),
         )
     if kernels.compiler is not None:
         rows = config.train.microbatch
@@ -44,10 +47,10 @@ def agreed_kernels(
                 make_sharding(config, mesh, kernels),
                 rows={rows, *(int(size * rows) for size in sizes)},  # whole ones: validation
                 again=bool(schedule.recompute)
-                or any(span.policy.recompute for span in chain(*layout.spans)),
+                or any(span.policy.recompute for span in chain(*layout.block_policies)),
                 documents=config.data.masks_documents,
                 device=mesh.device,
-                held=None if split.cp == 1 else split.held([length], mesh.cp.index),
+                held=None if split.cp == 1 else split.local([length], mesh.cp.index),
             )
     return kernels
 
@@ -55,8 +58,8 @@ def agreed_kernels(
 def _selected(config: Config, layout: Layout, mesh: ParallelMesh, *, cut: bool) -> Kernels:
     """Kernels that are usable here, if all ranks agree; on CPUs there is no choice. `cut`:
     sequences come in slices."""
-    given = config, layout.model.kernels, mesh.device, TORCH_DTYPES[config.model.dtype]
-    split = layout.split if layout.attends_by_blocks else None
+    given = config, layout.model.kernel_needs, mesh.device, TORCH_DTYPES[config.model.dtype]
+    split = layout.split if layout.uses_attention_tiles else None
     if mesh.device.type == "cpu":
         return select_kernels(*given, cut=cut, split=split)
     kernels, error = Kernels(), None
@@ -71,5 +74,5 @@ def _selected(config: Config, layout: Layout, mesh: ParallelMesh, *, cut: bool) 
             f"rank {mesh.rank} would use the kernels {own}, and rank 0 {first}: install the same "
             "packages on every node, or name the kernels (kernels.*)"
         )
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)
     return kernels

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-from megapipe.command_line import INTERRUPTED, TRACEBACK, begin_program, take_any_character
+from megapipe.command_line import INTERRUPTED, TRACEBACK, begin_program, escape_unencodable_output
 from megapipe.errors import MegapipeError, Preempted
 from megapipe.launch import place, shutdown
 from megapipe.launch.signals import StopRequest
@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     once. torch's C++ side is silenced: it shows a stack trace of what is reported here in one line.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    take_any_character()
+    escape_unencodable_output()
     shutdown.end_now(train(argv))
 
 

@@ -13,7 +13,7 @@ from megapipe.layout.layout import Layout
 from megapipe.schedule.ir import Kind, Op, Schedule
 
 
-class Messages:
+class MessageShapes:
     """Shapes of the messages of a layout."""
 
     def __init__(self, layout: Layout, train: TrainConfig) -> None:
@@ -37,7 +37,9 @@ class Messages:
 
         def shape(message: Op) -> Any:
             before = message.stage - (message.kind != Kind.F)
-            tensors = self._layout.model.message(self._layout.stage_layers[before], rows, length)
+            tensors = self._layout.model.output_shape(
+                self._layout.stage_layers[before], rows, length
+            )
             if not self._layout.sends_tuples:
                 return tensors[0].shape
             if message.kind != Kind.F:
@@ -54,7 +56,7 @@ def receive_ahead(config: Config, layout: Layout, device: torch.device) -> int |
     and the rows of an expert have new sizes in any step, for which kernels may be loaded and memory
     found, and both may wait for all that runs.
     """
-    by_documents = layout.attends_by_blocks and config.data.masks_documents
+    by_documents = layout.uses_attention_tiles and config.data.masks_documents
     if device.type == "cuda" and (by_documents or config.model.moe.experts is not None):
         return 0
     return config.pipeline.receive_ahead

@@ -7,34 +7,34 @@ from pathlib import Path
 
 import torch
 
-from megapipe.checkpoint.durable import foreign
+from megapipe.checkpoint.durable import writable_by_others
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.storage import Place
+from megapipe.checkpoint.storage import StorageLocation
 from megapipe.config.strict_yaml import text_of
 from megapipe.layout.checks import passed, shortened
 from megapipe.optim.lr import learning_rate
 from megapipe.plan.report import changed_by_experts, met_by_a_token
 from megapipe.train.callbacks.callback import Run
 from megapipe.train.resume.changes import Change, Changes
-from megapipe.train.resume.coordinates import Coordinates
-from megapipe.train.source import Source
-from megapipe.words import counted
+from megapipe.train.resume.coordinates import ResumePoint
+from megapipe.train.source import StartPoint
+from megapipe.words import count_noun
 
 
-def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
+def banner_lines(run: Run, source: StartPoint, changes: Changes) -> Iterator[str]:
     """The lines, in order."""
     yield banner(run)
     kernels = run.train_step.kernels
     yield from (kernels.banner(), *kernels.warnings(), *shortened(run.config))
     yield from source.notes()
     if source.checkpoint is not None:
-        samples = run.train_step.left_out.number(run.train_step.position.samples)
+        samples = run.train_step.left_out.number_after(run.train_step.position.samples)
         at = f"step {run.first_step} of {run.config.train.steps}, sample {samples}"
         where = "the copy in memory " if source.in_memory else ""
         yield f"resumed from {where}{source.checkpoint.path} at {at}"
-        for change in changes.told:
+        for change in changes.to_report:
             yield f"changed since: {change}"
-        yield from _of_decay(run, changes.told)
+        yield from _of_decay(run, changes.to_report)
         yield from passed(run.config.log, run.first_step)
         yield from _of_checkpoint(run, source.checkpoint, is_own=source.is_own)
         streaming = run.train_step.streaming
@@ -45,7 +45,7 @@ def opening(run: Run, source: Source, changes: Changes) -> Iterator[str]:
             )
     if source.weights is not None:
         yield f"begins with the weights of {source.weights.path}"
-        for change in changes.told:
+        for change in changes.to_report:
             now, stored = map(text_of, (change.now, change.stored))
             yield (
                 f"trains with {change.key}={now}, where {source.weights.path} has {stored}: set "
@@ -82,7 +82,7 @@ def _of_checkpoint(run: Run, checkpoint: Checkpoint, *, is_own: bool) -> Iterato
     load = run.config.checkpoint.load
     if is_own and load is not None:
         yield f"checkpoint.load={load} is not used: the run has checkpoints of its own"
-    before, now = Coordinates.of(checkpoint).threads, torch.get_num_threads()
+    before, now = ResumePoint.of(checkpoint).threads, torch.get_num_threads()
     if run.mesh.device.type == "cpu" and before not in (0, now):
         yield (
             f"threads of a process (OMP_NUM_THREADS) were {before} and are {now}: sums differ in "
@@ -91,9 +91,13 @@ def _of_checkpoint(run: Run, checkpoint: Checkpoint, *, is_own: bool) -> Iterato
     yield from _of_others(run, checkpoint.path)
 
 
-def _of_others(run: Run, path: Place) -> Iterator[str]:
+def _of_others(run: Run, path: StorageLocation) -> Iterator[str]:
     """A line on what a run begins from, if others may have written it."""
-    if run.mesh.rank == 0 and isinstance(path, Path) and (doubt := foreign(path)) is not None:
+    if (
+        run.mesh.rank == 0
+        and isinstance(path, Path)
+        and (doubt := writable_by_others(path)) is not None
+    ):
         yield f"{doubt}: whoever that is decides what is trained on"
 
 
@@ -108,14 +112,17 @@ def banner(run: Run) -> str:
     if layout.ep_ranks > 1:
         grid += f" (experts over ep {layout.ep} x etp {layout.etp}{changed_by_experts(config)})"
     model, rank = layout.model, config.lora.rank
-    trained = "" if rank is None else f", {model.count(trained=True):,} of rank {rank} trained"
-    order = (layout.stream or run.train_step.schedule).name
+    trained = (
+        "" if rank is None else f", {model.num_parameters(trained=True):,} of rank {rank} trained"
+    )
+    order = (layout.async_schedule or run.train_step.schedule).name
+    parameters = f"{model.num_parameters():,} parameters{met_by_a_token(model)}{trained}"
     parts = (
-        f"{model.count():,} parameters{met_by_a_token(model)}{trained}, {config.model.dtype}",
-        f"{grid}, {counted(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
+        f"{parameters}, {config.model.dtype}",
+        f"{grid}, {count_noun(mesh.world, 'process')} on {mesh.device.type} with {mesh.backend}",
         f"{config.optimizer.rule}, ZeRO-{layout.replicas.zero}",
-        f"{order} of {counted(layout.microbatches, 'micro-batch')}",
-        f"{counted(config.train.steps, 'step')} of {counted(tokens, 'token')}{rising}",
+        f"{order} of {count_noun(layout.microbatches, 'micro-batch')}",
+        f"{count_noun(config.train.steps, 'step')} of {count_noun(tokens, 'token')}{rising}",
         "bitwise reproducible" if exact else "not bitwise reproducible (run.deterministic)",
     )
     return " | ".join(parts)

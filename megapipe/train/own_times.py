@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from megapipe.watch.own_time import OwnTime
+from megapipe.watch.own_time import ComputeTime
 
 
-class OwnTimes:
+class ComputeTimes:
     """Takes it in the host's time on a CPU, and on a GPU in that of the current stream.
 
     On a GPU moments are events, and what they show is read once the GPU has come to them: the host
     does not wait.
     """
 
-    def __init__(self, own_time: OwnTime, device: torch.device) -> None:
+    def __init__(self, own_time: ComputeTime, device: torch.device) -> None:
         self._own_time = own_time
         self._on_gpu = device.type == "cuda"
         self._steps: deque[list[Any]] = deque()

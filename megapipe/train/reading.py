@@ -13,7 +13,7 @@ T = TypeVar("T")
 _Wanted = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
-class Reader:
+class PrefetchThread:
     """A thread that calls what it is given, one after the other. It begins with the first of them,
     and ends with this object or with the process.
 

@@ -13,24 +13,24 @@ from typing import NamedTuple
 
 from megapipe.config.numbers import NumbersConfig
 from megapipe.errors import ConfigError, DeviceFault
-from megapipe.train.judge import Fault
-from megapipe.train.totals import Totals
+from megapipe.train.judge import Anomaly
+from megapipe.train.totals import StepStats
 
-Again = Callable[[], Totals]
+Again = Callable[[], StepStats]
 """Computes the gradients of a step once more, and returns their totals of all ranks."""
 
 
 class Outcome(NamedTuple):
     """The numbers of a step that are to be gone by, which are those of the gradients there are."""
 
-    totals: Totals
-    fault: Fault | None
+    totals: StepStats
+    fault: Anomaly | None
     """The reason why they cannot be right either."""
     note: str | None = None
     """A line for the user."""
 
 
-class Rerun:
+class FaultReplay:
     """Decides which steps are computed again, and what follows from that, alike on all ranks.
 
     `exact` says that equal computations give equal bits here; `fault` what is wrong with a step.
@@ -38,7 +38,7 @@ class Rerun:
     """
 
     def __init__(
-        self, config: NumbersConfig, *, exact: bool, fault: Callable[[Totals], Fault | None]
+        self, config: NumbersConfig, *, exact: bool, fault: Callable[[StepStats], Anomaly | None]
     ) -> None:
         self._config = config
         self._exact = exact
@@ -54,7 +54,7 @@ class Rerun:
         every = self._config.rerun_every
         return every > 0 and (step + 1) % every == 0
 
-    def outcome(self, step: int, totals: Totals, again: Again) -> Outcome:
+    def outcome(self, step: int, totals: StepStats, again: Again) -> Outcome:
         """Compute a step again where that is due or it has a fault.
 
         Raises :class:`DeviceFault` where a step without a fault comes out otherwise each time.
@@ -66,7 +66,9 @@ class Rerun:
             return self._due(step, totals, again)
         return Outcome(totals, fault)
 
-    def _suspected(self, step: int, totals: Totals, fault: Fault, second: Totals) -> Outcome:
+    def _suspected(
+        self, step: int, totals: StepStats, fault: Anomaly, second: StepStats
+    ) -> Outcome:
         another = self._fault(second)
         if another is None:
             return Outcome(
@@ -83,7 +85,7 @@ class Rerun:
             told = "computed again, it cannot be right either"
         return Outcome(second, another._replace(text=f"{fault.text}; {told}"))
 
-    def _due(self, step: int, totals: Totals, again: Again) -> Outcome:
+    def _due(self, step: int, totals: StepStats, again: Again) -> Outcome:
         second = _repeated(again, totals)
         if totals.equals(second):
             return Outcome(second, self._fault(second))
@@ -102,10 +104,10 @@ class Rerun:
         )
 
 
-def _repeated(again: Again, totals: Totals) -> Totals:
+def _repeated(again: Again, totals: StepStats) -> StepStats:
     """The totals of the step once more, with the wishes that ranks had the first time."""
     return replace(again(), wishes=totals.wishes)
 
 
-def _told(totals: Totals) -> str:
+def _told(totals: StepStats) -> str:
     return f"loss {totals.loss:.9g}, gradient norm {totals.norm:.9g}"

@@ -12,7 +12,7 @@ from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layers.scratch import Scratch
 from megapipe.layout.layout import Layout
 from megapipe.optim.buffers import main_dtype
-from megapipe.train.moe.expert_maps import ExpertMaps
+from megapipe.train.moe.expert_maps import ExpertRebalancer
 from megapipe.train.moe.routing import summed_loads
 from megapipe.train.moe.routing_state import RoutingState
 from megapipe.train.step.machine import Machine
@@ -21,7 +21,7 @@ from megapipe.train.step.machine import Machine
 def routing_totals(machine: Machine, scratches: Sequence[Scratch]) -> list[Tensor]:
     """Return the numbers of routing of a step that this rank adds to its totals, by layer; zeros
     for layers of other ranks. `scratches` are those of its micro-batches."""
-    return summed_loads(machine.layout.model.told(), scratches, machine.mesh.device)
+    return summed_loads(machine.layout.model.routing_stat_counts(), scratches, machine.mesh.device)
 
 
 class Routing(NamedTuple):
@@ -29,7 +29,7 @@ class Routing(NamedTuple):
 
     state: RoutingState
     """Biases and counts of choices."""
-    maps: ExpertMaps
+    maps: ExpertRebalancer
     """Which ranks have which experts."""
 
 
@@ -45,4 +45,4 @@ def make_routing(config: Config, layout: Layout, machine: Machine) -> Routing:
         first_only=moe.balance_choices == "first",
         dtype=main_dtype(TORCH_DTYPES[config.model.dtype]),
     )
-    return Routing(state, ExpertMaps.of(config, layout, modules, machine.optimizer))
+    return Routing(state, ExpertRebalancer.of(config, layout, modules, machine.optimizer))

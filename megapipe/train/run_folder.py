@@ -16,18 +16,18 @@ from megapipe.checkpoint.find import OF_A_RUN
 from megapipe.checkpoint.objects import RemotePath
 from megapipe.checkpoint.retention import clear_leftovers
 from megapipe.checkpoint.run_lock import RunLock
-from megapipe.checkpoint.storage import Place, place_of
+from megapipe.checkpoint.storage import StorageLocation, place_of
 from megapipe.cli import dump, flatten
 from megapipe.config.config import Config
-from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import ConfigError, MegapipeError, not_written
 from megapipe.observe.observer import Observer, build_sinks
 from megapipe.observe.provenance import provenance, start_mark
 from megapipe.util import heartbeat
-from megapipe.util.beneath import write_beneath
+from megapipe.util.beneath import write_no_symlinks
 from megapipe.util.paths import LATEST
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 HIDDEN_S = 60.0
 """Seconds for which NFS may hide a new file from another node."""
@@ -50,11 +50,11 @@ class RunFolder:
     """On rank 0."""
     notes: list[str] = field(default_factory=list)
     """Lines on what an earlier start had left."""
-    elsewhere: Place | None = None
+    elsewhere: StorageLocation | None = None
     """The folder of the run's checkpoints; None: in this one."""
 
     @property
-    def checkpoints(self) -> Place:
+    def checkpoints(self) -> StorageLocation:
         return self.elsewhere or self.path / OF_A_RUN
 
     def check(self, mesh: ParallelMesh) -> None:
@@ -65,7 +65,7 @@ class RunFolder:
             self.own()
         except MegapipeError as problem:
             error = problem
-        all_or_none(mesh, error)
+        raise_on_all(mesh, error)
 
     def own(self) -> None:
         """Raise as :meth:`check` on the rank that has the lock."""
@@ -78,7 +78,7 @@ class RunFolder:
             self.lock.release()
 
 
-def runs_elsewhere(config: Config) -> Place | None:
+def runs_elsewhere(config: Config) -> StorageLocation | None:
     """The folder on object storage that has a folder of checkpoints for each run, if there is one.
 
     Raises ConfigError or CheckpointError for a URL that cannot be used.
@@ -89,7 +89,7 @@ def runs_elsewhere(config: Config) -> Place | None:
     return place_of(url, what="checkpoint.folder", patience_s=patience_s(config))
 
 
-def own_checkpoints(config: Config) -> Place:
+def own_checkpoints(config: Config) -> StorageLocation:
     """Where the checkpoints of the run are, or will be. Raises as :func:`runs_elsewhere`."""
     runs, name = runs_elsewhere(config), config.run.name
     return Path(config.run.folder) / name / OF_A_RUN if runs is None else runs / name
@@ -101,8 +101,8 @@ def patience_s(config: Config) -> float:
     return config.parallel.timeout_s / 3
 
 
-def take(
-    path: Path, mesh: ParallelMesh, *, local_rank: int, checkpoints: Place | None = None
+def claim_run_folder(
+    path: Path, mesh: ParallelMesh, *, local_rank: int, checkpoints: StorageLocation | None = None
 ) -> RunFolder:
     """Make the folder, if it is not there, and keep other jobs out of it.
 
@@ -118,8 +118,8 @@ def take(
         except MegapipeError as problem:
             error = problem
     try:
-        mesh.await_all(PATIENCE)
-        all_or_none(mesh, error)
+        mesh.long_barrier(PATIENCE)
+        raise_on_all(mesh, error)
         nonce = mesh.share(folder.lock.nonce if folder.lock else "")
         host = mesh.share(socket.gethostname())
         if local_rank == 0 and not _sees(path, nonce):
@@ -127,8 +127,8 @@ def take(
                 f"run.folder: rank {mesh.rank} on {socket.gethostname()} does not see what rank 0 "
                 f"on {host} has written to {path}: expected a folder that all nodes share"
             )
-        mesh.await_all(PATIENCE)
-        all_or_none(mesh, error)
+        mesh.long_barrier(PATIENCE)
+        raise_on_all(mesh, error)
     except BaseException:
         folder.release()
         raise
@@ -153,7 +153,7 @@ def _take(folder: RunFolder) -> None:
         folder.release()
         raise
     if cleared.removed:
-        what = counted(len(cleared.removed), "unfinished checkpoint")
+        what = count_noun(len(cleared.removed), "unfinished checkpoint")
         folder.notes.append(f"removed {what} of killed jobs from {folder.checkpoints}")
     folder.notes.extend(cleared.problems)
     _link_latest(path)
@@ -212,10 +212,10 @@ def open_reports(folder: Path, config: Config, resumed_at: int | None) -> Observ
     try:
         if resumed_at is None:
             _set_aside(folder)
-        write_beneath(folder, f"config{mark}.yaml", dump(config))
+        write_no_symlinks(folder, f"config{mark}.yaml", dump(config))
         origin = provenance(Path(__file__).resolve().parents[2])
         text = json.dumps(origin, indent=2) + "\n"
-        write_beneath(folder, f"provenance{mark}.json", text)
+        write_no_symlinks(folder, f"provenance{mark}.json", text)
     except OSError as error:
         raise not_written(f"run.folder: cannot write to {folder}", error) from None
     return build_sinks(config, folder, flatten(config))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.distributed.mesh import AxisName, ParallelMesh
 from megapipe.errors import DataError
 
@@ -37,4 +37,4 @@ def check_same_data(own: int, step: int, mesh: ParallelMesh) -> None:
                 f"{ranks[0]}, with which it shares micro-batches (parallel.{name}): expected a "
                 "data source that gives all ranks the same sample for a number"
             )
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)

@@ -48,7 +48,7 @@ class Slice(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The model of :class:`~megapipe.layout.slice_time.SliceTime` that is nearest to the times."""
+    """The model of :class:`~megapipe.layout.slice_time.SliceCost` that is nearest to the times."""
 
     overhead: float
     attention: float
@@ -76,7 +76,7 @@ def measure(config: Config, layout: Layout, mesh: ParallelMesh) -> dict[Slice, f
     recorder = Recorder(mesh.device)
 
     def hidden(positions: int) -> torch.Tensor:
-        (tensor,) = model.message(layout.stage_layers[0], rows, positions)
+        (tensor,) = model.output_shape(layout.stage_layers[0], rows, positions)
         return torch.randn(tensor.shape, device=mesh.device).to(dtype)
 
     def run(cut: Sequence[Slice]) -> list[float]:
@@ -133,8 +133,8 @@ def _stage(config: Config, layout: Layout, mesh: ParallelMesh) -> Stage:
     bucket = Bucket(0, list(owned_parameters(module)), Axis.alone(), mesh.device)
     for entry in bucket.entries:
         entry.spec.initialise(bucket.view(bucket.weights, entry), config.run.seed)
-    stage = Stage(module, layout.spans[widest])
-    stage.own_autograd_parameters()
+    stage = Stage(module, layout.block_policies[widest])
+    stage.route_autograd_grads()
     return stage
 
 

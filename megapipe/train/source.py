@@ -10,14 +10,14 @@ from pathlib import Path
 from megapipe.checkpoint.failed import FailedCheckpoints
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.reader import Checkpoint, find_newest
-from megapipe.checkpoint.stateful import Weights
+from megapipe.checkpoint.stateful import TensorReader
 from megapipe.config.config import Config
 from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.train.moe.upcycle import Upcycled
 from megapipe.train.resume import changes
 from megapipe.train.resume.changes import Change, Changes
-from megapipe.train.resume.located import Located, located
+from megapipe.train.resume.located import LoadPath, find_load_path
 from megapipe.train.run_folder import own_checkpoints, patience_s, runs_elsewhere
 
 
@@ -26,14 +26,14 @@ class Finished(Exception):
 
 
 @dataclass
-class Source:
+class StartPoint:
     """The start of a run: a checkpoint, of its own or another's, or nothing."""
 
     checkpoint: Checkpoint | None = None
     """None: initial weights."""
     is_own: bool = False
     """The checkpoint is of this very run."""
-    weights: Weights | None = None
+    weights: TensorReader | None = None
     """Of which nothing but the weights is taken; then there is no `checkpoint`."""
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints were passed over."""
@@ -53,7 +53,7 @@ class Source:
 
     def take(self, given: Checkpoint | HuggingFaceFolder, config: Config) -> None:
         """Begin with another's, as ``checkpoint.load_only`` and ``checkpoint.upcycle`` say."""
-        weights: Weights = given
+        weights: TensorReader = given
         if config.checkpoint.upcycle:
             self.weights = Upcycled.of(weights, config)
         elif (
@@ -66,10 +66,10 @@ class Source:
             self.weights = weights
 
 
-def folder_to_load(config: Config) -> Located:
+def folder_to_load(config: Config) -> LoadPath:
     """The folder that ``checkpoint.load`` stands for. Raises CheckpointError if there is none."""
     runs = runs_elsewhere(config) or Path(config.run.folder)
-    return located(str(config.checkpoint.load), runs, patience_s=patience_s(config))
+    return find_load_path(str(config.checkpoint.load), runs, patience_s=patience_s(config))
 
 
 def check_load(config: Config) -> None:
@@ -96,7 +96,7 @@ def check_load(config: Config) -> None:
             if one is None:  # none of them opens: why is told where all are looked through
                 return
             given = Checkpoint.open(one)
-        source = Source()
+        source = StartPoint()
         source.take(given, config)
     except (CheckpointError, ConfigError) as error:
         raise of_load(error) from None
@@ -109,7 +109,7 @@ def of_load(error: CheckpointError | ConfigError) -> CheckpointError | ConfigErr
     return type(error)(f"checkpoint.load: {error}")
 
 
-def check_adapters(source: Source, config: Config) -> None:
+def check_adapters(source: StartPoint, config: Config) -> None:
     """Raise :class:`ConfigError` where adapters would be trained beside random weights."""
     if config.lora.rank is not None and source.checkpoint is None and source.weights is None:
         raise ConfigError(
@@ -118,7 +118,7 @@ def check_adapters(source: Source, config: Config) -> None:
         )
 
 
-def check_end(source: Source, config: Config) -> None:
+def check_end(source: StartPoint, config: Config) -> None:
     """Raise :class:`Finished` where the run has reached its end, :class:`ConfigError` where the
     checkpoint lies beyond it."""
     if source.checkpoint is None:
@@ -142,7 +142,7 @@ def check_end(source: Source, config: Config) -> None:
         )
 
 
-def changes_since(source: Source, config: Config, corpus: Change | None = None) -> Changes:
+def changes_since(source: StartPoint, config: Config, corpus: Change | None = None) -> Changes:
     """Changes since the checkpoint, of the corpus if one is known; raises CheckpointError for what
     cannot go on."""
     if source.weights is not None:

@@ -12,18 +12,18 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from megapipe.checkpoint.manifest import first_problem
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.stateful import Stateful, Weights
+from megapipe.checkpoint.stateful import Stateful, TensorReader
 from megapipe.checkpoint.writer import Meta, Piece
 from megapipe.cli import flatten
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.plan.memory import checkpoint_bytes
 from megapipe.train import checkpoint_io
-from megapipe.train.resume.coordinates import Coordinates
-from megapipe.train.step.data import Position, StepData
+from megapipe.train.resume.coordinates import ResumePoint
+from megapipe.train.step.data import DataPosition, StepData
 from megapipe.train.step.machine import Machine
 
 
-class Content(NamedTuple):
+class SaveArguments(NamedTuple):
     """A rank's arguments of :func:`megapipe.checkpoint.save`."""
 
     step: int
@@ -61,7 +61,7 @@ class RunState:
                 f"{type(member).__name__} has buffers and no name: expected `name`, with which "
                 "theirs begin in a checkpoint"
             )
-        taken = {"step", *Coordinates.model_fields, *(each.name for each in self._members)}
+        taken = {"step", *ResumePoint.model_fields, *(each.name for each in self._members)}
         if member.name and member.name in taken:
             raise ConfigError(
                 f"{type(member).__name__}.name={member.name!r} is the name of another part of a "
@@ -73,7 +73,9 @@ class RunState:
         """Names of entries that all ranks read whole."""
         return chain.from_iterable(member.entries() for member in self._members)
 
-    def content(self, step: int, *, run_id: str, digests: Mapping[str, str], order: str) -> Content:
+    def content(
+        self, step: int, *, run_id: str, digests: Mapping[str, str], order: str
+    ) -> SaveArguments:
         """The content of a checkpoint after `step` steps, which took samples in `order`; its pieces
         are views of the state."""
         machine, members = self.machine, self._members
@@ -101,13 +103,13 @@ class RunState:
         pieces = chain(checkpoint_io.pieces(optimizer), chain.from_iterable(own))
         for member in members:
             member.saved()
-        return Content(step, meta, pieces, checkpoint_bytes(config, layout))
+        return SaveArguments(step, meta, pieces, checkpoint_bytes(config, layout))
 
-    def prepare(self, checkpoint: Checkpoint) -> Coordinates:
+    def prepare(self, checkpoint: Checkpoint) -> ResumePoint:
         """Take over all that is small; then it is known which tensors this rank reads. Raises
         :class:`CheckpointError`."""
-        found = Coordinates.of(checkpoint)
-        self._data.position = Position(checkpoint.step, found.samples)
+        found = ResumePoint.of(checkpoint)
+        self._data.position = DataPosition(checkpoint.step, found.samples)
         for member in self._members:
             try:
                 member.load(_stored(member, checkpoint.manifest.coordinates))
@@ -128,7 +130,7 @@ class RunState:
         for member in self._members:
             member.read(checkpoint, names)
 
-    def read_weights(self, weights: Weights) -> None:
+    def read_weights(self, weights: TensorReader) -> None:
         """Read what belongs to the weights beside the optimizer's. All ranks call it. Raises
         :class:`CheckpointError`."""
         for member in self._members:

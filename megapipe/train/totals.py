@@ -21,7 +21,7 @@ class Wishes(NamedTuple):
     """To take the outcome of a save in the background, which has ended."""
 
 
-class SourceTotal(NamedTuple):
+class SourceStats(NamedTuple):
     """The part of a source of a mixture in a step."""
 
     loss_sum: float
@@ -41,10 +41,10 @@ LARGEST = 1
 
 
 @dataclass(frozen=True)
-class Totals:
+class StepStats:
     """Sums over the ranks that they cover: one pipeline rank and its replicas, or all."""
 
-    squares: tuple[float, ...]
+    squared_norms: tuple[float, ...]
     """Squared norms of the gradients of each stage and, last, of the tied embedding."""
     loss_sum: float
     """Sum of all unmasked token losses, nats."""
@@ -52,7 +52,7 @@ class Totals:
     """Unmasked tokens."""
     wishes: Wishes = field(default_factory=Wishes)
     """The requests of all ranks together."""
-    by_source: tuple[SourceTotal, ...] = ()
+    by_source: tuple[SourceStats, ...] = ()
     """Of a mixture: the same of each source."""
     routing: tuple[float, ...] = ()
     """Numbers of routing, :func:`megapipe.train.routing.routing_totals`."""
@@ -68,17 +68,24 @@ class Totals:
         `LARGEST`."""
         values = [value for source in self.by_source for value in source]
         values += self.routing
-        values += [*self.squares, self.loss_sum, self.tokens, *self.wishes, self.states, self.ahead]
+        values += [
+            *self.squared_norms,
+            self.loss_sum,
+            self.tokens,
+            *self.wishes,
+            self.states,
+            self.ahead,
+        ]
         values.append(self.memory_gib)
         return torch.tensor(values, dtype=torch.float64)
 
     @classmethod
-    def unpack(cls, vector: Tensor, sources: int = 0, routing: int = 0) -> Totals:
+    def unpack(cls, vector: Tensor, sources: int = 0, routing: int = 0) -> StepStats:
         """The totals of a mixture of so many sources, or of a run without, with so many numbers of
         routing."""
         values = vector.tolist()
         sums, counts = values[: 2 * sources : 2], values[1 : 2 * sources : 2]
-        by_source = tuple(map(SourceTotal, sums, map(int, counts)))
+        by_source = tuple(map(SourceStats, sums, map(int, counts)))
         told, rest = values[2 * sources :][:routing], values[2 * sources + routing :]
         *squares, loss_sum, tokens, stop, save, finish, states, ahead, memory = rest
         wishes = Wishes(stop > 0, save > 0, finish > 0)
@@ -99,7 +106,7 @@ class Totals:
         """Root of the sum of the squares, added in stage order, so that no schedule changes a bit
         of it."""
         total = 0.0
-        for square in self.squares:
+        for square in self.squared_norms:
             total += square
         return math.sqrt(total)
 
@@ -112,15 +119,15 @@ class Totals:
     def finite(self) -> bool:
         return math.isfinite(self.loss_sum) and math.isfinite(self.norm)
 
-    def equals(self, other: Totals) -> bool:
+    def equals(self, other: StepStats) -> bool:
         """Whether loss and squared norms are the same to the bit; NaN equals NaN."""
-        own = (self.loss_sum, *self.squares)
-        pairs = zip(own, (other.loss_sum, *other.squares), strict=True)
+        own = (self.loss_sum, *self.squared_norms)
+        pairs = zip(own, (other.loss_sum, *other.squared_norms), strict=True)
         return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
 
     def not_finite(self) -> str:
         """Where in the model the gradients are not finite."""
-        *stages, tied = (math.isfinite(square) for square in self.squares)
+        *stages, tied = (math.isfinite(square) for square in self.squared_norms)
         wrong = [str(stage) for stage, fine in enumerate(stages) if not fine]
         parts = [f"stages {', '.join(wrong)}"] if wrong else []
         if not tied:

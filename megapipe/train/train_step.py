@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megapipe.checkpoint.stateful import Stateful
-from megapipe.checkpoint.storage import Place
+from megapipe.checkpoint.storage import StorageLocation
 from megapipe.checkpoint.writer import save
 from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
@@ -25,15 +25,15 @@ from megapipe.ops.kernels import Kernels
 from megapipe.optim.scaler import LossScaler
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
-from megapipe.train.async_training.streaming import Streaming, holders_of
-from megapipe.train.feed import Feed, Rows
+from megapipe.train.async_training.streaming import AsyncTraining, holders_of
+from megapipe.train.feed import BatchReader, Feed
 from megapipe.train.resume.find import find, placed
 from megapipe.train.resume.load import load
 from megapipe.train.routing import make_routing
-from megapipe.train.state import Content, RunState
+from megapipe.train.state import RunState, SaveArguments
 from megapipe.train.step import logits
-from megapipe.train.step.data import Position, StepData
-from megapipe.train.step.evaluation import Evaluation, Evaluator
+from megapipe.train.step.data import DataPosition, StepData
+from megapipe.train.step.evaluation import Evaluator, ValidationResult
 from megapipe.train.step.flushed import FlushedSteps
 from megapipe.train.step.machine import Initial, build_machine, check_schedule
 from megapipe.train.step.own_totals import StepTotals
@@ -42,7 +42,7 @@ from megapipe.train.step.stepper import Asked, Stepper, Watch
 from megapipe.train.step.warm_up import WarmUp
 from megapipe.train.totals import Wishes
 from megapipe.train.update import StepResult, Update
-from megapipe.util.left_out import LeftOut
+from megapipe.util.left_out import SkippedSamples
 
 
 class TrainStep:
@@ -75,7 +75,7 @@ class TrainStep:
         self.modules, self.stages = machine.modules, machine.stages
         self.placement, self.optimizer = machine.placement, machine.optimizer
         end = document_end if config.data.masks_documents else None
-        holders = None if layout.stream is None else holders_of(machine)
+        holders = None if layout.async_schedule is None else holders_of(machine)
         self._feed = Feed(config, layout, mesh, machine.pipeline.ranks, end, sources, holders)
         self.scaler = LossScaler(config.optimizer, config.model.dtype)
         self.data = StepData(machine, self._feed, self.scaler)
@@ -85,12 +85,12 @@ class TrainStep:
         self.update = Update(*given, config.train.steps, config.numbers, exact=exact)
         self.totals = StepTotals(machine, self.scaler, sources)
         self._evaluator = Evaluator(machine, self._feed, self.totals)
-        self.streaming: Streaming | None = None
+        self.streaming: AsyncTraining | None = None
         self.post_validation: PostValidation | None = None
         self.stepper: Stepper
-        if layout.stream is not None and holders is not None:
-            self.stepper = self.streaming = Streaming(
-                machine, layout.stream, self.data, self.totals, self.update, holders
+        if layout.async_schedule is not None and holders is not None:
+            self.stepper = self.streaming = AsyncTraining(
+                machine, layout.async_schedule, self.data, self.totals, self.update, holders
             )
         elif config.optimizer.post_validation:
             layers = [] if self.routing.empty else layers_here(mesh, layout)
@@ -119,21 +119,21 @@ class TrainStep:
         return self.data.schedule
 
     @property
-    def position(self) -> Position:
+    def position(self) -> DataPosition:
         """How far the data are consumed."""
         return self.data.position
 
     @position.setter
-    def position(self, position: Position) -> None:
+    def position(self, position: DataPosition) -> None:
         self.data.position = position
 
     @property
-    def left_out(self) -> LeftOut:
+    def left_out(self) -> SkippedSamples:
         """Numbers of samples that no step takes."""
         return self.data.left_out
 
     @left_out.setter
-    def left_out(self, left_out: LeftOut) -> None:
+    def left_out(self, left_out: SkippedSamples) -> None:
         self.data.left_out = left_out
 
     @property
@@ -170,7 +170,7 @@ class TrainStep:
     def train(
         self,
         step: int,
-        rows: Rows,
+        rows: BatchReader,
         *,
         record: bool = False,
         name: bool = False,
@@ -186,7 +186,7 @@ class TrainStep:
         `settle`, or when a rank wishes to stop or to save. `wishes` is called once, after the
         backward passes, for what this rank wants. With `record`, :meth:`records` tells afterwards
         when each op ran; with `name` profilers see names of actions. Raises
-        :class:`~megapipe.train.judge.Unsound` where a loss or a gradient is not finite and
+        :class:`~megapipe.train.judge.BadStep` where a loss or a gradient is not finite and
         ``numbers.non_finite`` is not skip: before the update, or with it undone.
         """
         start = time.perf_counter()
@@ -201,7 +201,7 @@ class TrainStep:
         self._seconds[step] = time.perf_counter() - start
         return self._timed(results)
 
-    def _warm_up(self, step: int, rows: Rows) -> None:
+    def _warm_up(self, step: int, rows: BatchReader) -> None:
         """Before the first step of a schedule: on GPUs that exchange messages, run its operations
         and those of validation (:mod:`megapipe.train.step.warm_up`)."""
         self._warm = self.schedule
@@ -244,7 +244,7 @@ class TrainStep:
         run_id: str | None = None,
         digests: Mapping[str, str] | None = None,
         order: str = "",
-    ) -> Place:
+    ) -> StorageLocation:
         """Write a checkpoint of the state after `step` steps, into a folder that all ranks share.
 
         Returns the checkpoint's own folder in it, ``step-<step>``, on every rank. All call it, once
@@ -262,7 +262,7 @@ class TrainStep:
         run_id: str | None = None,
         digests: Mapping[str, str] | None = None,
         order: str = "",
-    ) -> Content:
+    ) -> SaveArguments:
         """The content of a checkpoint; its pieces are views of the state."""
         self._require_settled("save")
         run_id = run_id or self.mesh.share(uuid.uuid4().hex)
@@ -292,15 +292,15 @@ class TrainStep:
         """
         self._require_settled("logits")
         logits.check(self.machine, tokens)
-        return logits.read(self.machine, tokens, self._feed.document_end)
+        return logits.compute_logits(self.machine, tokens, self._feed.document_end)
 
     def records(self) -> list[Record]:
         """The last recorded step of all pipeline ranks, on processes of the first; else empty."""
         return self.pipeline.records()
 
     def evaluate(
-        self, rows: Rows, samples: int, *, stop: Callable[[], bool] = lambda: False
-    ) -> Evaluation:
+        self, rows: BatchReader, samples: int, *, stop: Callable[[], bool] = lambda: False
+    ) -> ValidationResult:
         """Mean loss per unmasked token over samples 0 .. `samples` - 1.
 
         The last batch is filled up with rows that are masked here, whatever they hold. `stop` tells

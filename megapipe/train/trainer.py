@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapipe.checkpoint.background import Background
+from megapipe.checkpoint.background import AsyncSaver
 from megapipe.checkpoint.failed import FailedCheckpoints
 from megapipe.checkpoint.stateful import Stateful
 from megapipe.config.config import Config
@@ -25,34 +25,34 @@ from megapipe.layout.layout import Layout
 from megapipe.observe.observer import Observer
 from megapipe.train import run_folder
 from megapipe.train.callbacks.callback import Callback, Run, Step
-from megapipe.train.callbacks.copy_check import CopyCheck
-from megapipe.train.callbacks.copying import Copying
+from megapipe.train.callbacks.copy_check import ReplicaCheckCallback
+from megapipe.train.callbacks.copying import MemoryCheckpointing
 from megapipe.train.callbacks.exporting import Exporting
 from megapipe.train.callbacks.loss_check import LossCheck
 from megapipe.train.callbacks.profiling import Profiling
 from megapipe.train.callbacks.reports import Reports
 from megapipe.train.callbacks.sample_log import SampleLog
-from megapipe.train.callbacks.saving import Clock, Saving
+from megapipe.train.callbacks.saving import Checkpointing, Clock
 from megapipe.train.callbacks.schedule_auto import ScheduleAuto
-from megapipe.train.callbacks.several import Callbacks, check_callbacks
+from megapipe.train.callbacks.several import CallbackList, check_callbacks
 from megapipe.train.callbacks.stragglers import StragglerWatch
-from megapipe.train.callbacks.telling import Telling
+from megapipe.train.callbacks.telling import LauncherProgress
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
-from megapipe.train.corpus import change_of_corpus, on_all, past_of, prepare_on_all
-from megapipe.train.garbage import Garbage
-from megapipe.train.judge import Unsound
+from megapipe.train.corpus import change_of_corpus, on_node_leaders_first, past_of, prepare_on_all
+from megapipe.train.garbage import GCControl
+from megapipe.train.judge import BadStep
 from megapipe.train.kernels import agreed_kernels
-from megapipe.train.opening import opening
-from megapipe.train.resume.choose import choose
+from megapipe.train.opening import banner_lines
+from megapipe.train.resume.choose import choose_start_point
 from megapipe.train.resume.load import load, load_weights
-from megapipe.train.resume.memory_copies import MemoryCopies, memory_copies
+from megapipe.train.resume.memory_copies import MemoryCheckpoints, memory_copies
 from megapipe.train.resume.rewinding import Rewinding
 from megapipe.train.source import changes_since, check_adapters, check_end
-from megapipe.train.step.data import Position
+from megapipe.train.step.data import DataPosition
 from megapipe.train.totals import Wishes
 from megapipe.train.train_step import TrainStep
-from megapipe.util.left_out import LeftOut
+from megapipe.util.left_out import SkippedSamples
 
 
 class Trainer:
@@ -80,7 +80,7 @@ class Trainer:
         self.config = config
         self.mesh = mesh
         self.stop = stop
-        self.folder = run_folder.take(
+        self.folder = run_folder.claim_run_folder(
             Path(config.run.folder) / config.run.name,
             mesh,
             local_rank=local_rank,
@@ -100,7 +100,7 @@ class Trainer:
         callbacks: Sequence[Callback],
     ) -> None:
         config, mesh = self.config, self.mesh
-        memory = memory_copies(config, memory_folder.told(os.environ), mesh)
+        memory = memory_copies(config, memory_folder.from_environment(os.environ), mesh)
         self._choose_source(memory, local_rank)
         kernels = agreed_kernels(config, layout, mesh, layout.schedule)
         corpus, held_out, left_out = self._prepare_data(tokenizer, local_rank)
@@ -120,7 +120,7 @@ class Trainer:
         self._make_saving(corpus)
         self.stragglers = StragglerWatch(mesh, config.log.stragglers_every)
         first, last = self._first_callbacks(corpus, skipped), self._last_callbacks(held_out, memory)
-        self.callbacks = Callbacks(first, callbacks, last)
+        self.callbacks = CallbackList(first, callbacks, last)
         self.context = Run(
             config=config,
             layout=layout,
@@ -133,11 +133,11 @@ class Trainer:
             callbacks=self.callbacks,
         )
 
-    def _choose_source(self, memory: MemoryCopies | None, local_rank: int) -> None:
+    def _choose_source(self, memory: MemoryCheckpoints | None, local_rank: int) -> None:
         """Choose what the run begins with, and refuse what does not fit it."""
-        told = progress.told(os.environ)
+        told = progress.from_environment(os.environ)
         before = progress.read_request(told).before if told is not None else -1
-        self.source = choose(
+        self.source = choose_start_point(
             self.config,
             self.folder.checkpoints,
             self.mesh,
@@ -146,7 +146,7 @@ class Trainer:
         )
         self.first_step = 0 if self.source.checkpoint is None else self.source.checkpoint.step
         self.reached = self.first_step
-        self._telling = Telling(told) if told is not None and local_rank == 0 else None
+        self._telling = LauncherProgress(told) if told is not None and local_rank == 0 else None
         if self._telling is not None:
             self._telling.chosen(self.first_step)
         check_end(self.source, self.config)
@@ -155,21 +155,21 @@ class Trainer:
 
     def _prepare_data(
         self, tokenizer: Tokenizer, local_rank: int
-    ) -> tuple[Sources, Sequence[HeldOutBatches], LeftOut]:
+    ) -> tuple[Sources, Sequence[HeldOutBatches], SkippedSamples]:
         """Prepare the corpus, and batches that go on where the checkpoint is; return it, the
         batches of validation, and samples that are left out."""
         config, mesh, checkpoint = self.config, self.mesh, self.source.checkpoint
         corpus = prepare_on_all(config, tokenizer, mesh, local_rank=local_rank)
         changed = change_of_corpus(checkpoint, corpus, config.data)
         self.changes = changes_since(self.source, config, changed)
-        left_out = LeftOut.of(config.numbers.skip_samples)
+        left_out = SkippedSamples.of(config.numbers.skip_samples)
         past = past_of(checkpoint, anew=self.changes.data_anew, left_out=left_out)
-        self.training, held_out = on_all(
+        self.training, held_out = on_node_leaders_first(
             mesh, local_rank, lambda: build_batches(config, tokenizer, corpus, past)
         )
         return corpus, held_out, left_out
 
-    def _load_source(self, memory: MemoryCopies | None, left_out: LeftOut) -> int:
+    def _load_source(self, memory: MemoryCheckpoints | None, left_out: SkippedSamples) -> int:
         """Load what was chosen; return the steps before that had no update."""
         checkpoint = self.source.checkpoint
         if checkpoint is None:
@@ -179,7 +179,7 @@ class Trainer:
         copies = memory if self.source.in_memory else None
         load(checkpoint, self.train_step.state, self.mesh, copies)
         if self.changes.data_anew:
-            self.train_step.position = Position(self.first_step, 0)
+            self.train_step.position = DataPosition(self.first_step, 0)
             self.train_step.left_out = left_out
         if self.source.is_own:
             self.run_id = checkpoint.manifest.run_id
@@ -191,13 +191,13 @@ class Trainer:
         on_disk = self.source.is_own and not self.source.in_memory
         own = self.source.checkpoint if on_disk else None
         failed = self.source.failed or FailedCheckpoints(self.folder.checkpoints)
-        anew = any(each.key.startswith(("optimizer.", "model.")) for each in self.changes.told)
+        anew = any(each.key.startswith(("optimizer.", "model.")) for each in self.changes.to_report)
         if anew:
             failed.forget_reasons()
         background = None
         if config.checkpoint.background:
-            background = Background(mesh, mesh.store, pinned=mesh.device.type == "cuda")
-        self.saving = Saving(
+            background = AsyncSaver(mesh, mesh.store, pinned=mesh.device.type == "cuda")
+        self.saving = Checkpointing(
             self.folder,
             Clock(60 * config.checkpoint.every_minutes),
             run_id=self.run_id,
@@ -230,14 +230,14 @@ class Trainer:
         return found
 
     def _last_callbacks(
-        self, held_out: Sequence[HeldOutBatches], memory: MemoryCopies | None
+        self, held_out: Sequence[HeldOutBatches], memory: MemoryCheckpoints | None
     ) -> list[Callback]:
         """Make the callbacks that are called after those of the user: they validate and save."""
         found: list[Callback] = [Validation(held_out), self.saving]
         if self.config.numbers.check_copies_every:
-            found.insert(0, CopyCheck())
+            found.insert(0, ReplicaCheckCallback())
         if memory is not None:
-            found.append(Copying(memory, self.saving))
+            found.append(MemoryCheckpointing(memory, self.saving))
         if self.config.checkpoint.export_every:
             found.append(Exporting(self.saving))
         return found
@@ -252,8 +252,8 @@ class Trainer:
     def run(self) -> None:
         """Train to ``train.stop_after`` or the end. Raises :class:`Preempted`, once all is saved
         for which there is time, if asked to stop."""
-        with Garbage(self.config.run.collect_every) as garbage:
-            lines = opening(self.context, self.source, self.changes)
+        with GCControl(self.config.run.collect_every) as garbage:
+            lines = banner_lines(self.context, self.source, self.changes)
             for line in (*lines, *self.folder.notes, *self.training.notes()):
                 self.context.note(line)
             self.callbacks.begin(self.context)
@@ -265,7 +265,7 @@ class Trainer:
                 step = Step(number, last=number == end)
                 try:
                     self._turn(step)
-                except Unsound as problem:
+                except BadStep as problem:
                     number = self.rewinding.go_back(self.context, problem)
                     continue
                 garbage.after(number)

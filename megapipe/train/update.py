@@ -12,9 +12,9 @@ from megapipe.optim.lr import learning_rate
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
 from megapipe.train.followers import Follower
-from megapipe.train.judge import Fault, Judge, Unsound
-from megapipe.train.rerun import Again, Rerun
-from megapipe.train.totals import SourceTotal, Totals, Wishes
+from megapipe.train.judge import Anomaly, AnomalyDetector, BadStep
+from megapipe.train.rerun import Again, FaultReplay
+from megapipe.train.totals import SourceStats, StepStats, Wishes
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class StepResult:
     """Why the step was made without an update; None: there was one."""
     note: str | None = field(default=None, compare=False)
     """A line for the user on how the step was computed, and on what has changed with it."""
-    by_source: tuple[SourceTotal, ...] = ()
+    by_source: tuple[SourceStats, ...] = ()
     """Of a mixture: losses and tokens of each source."""
     routing: tuple[float, ...] = ()
-    """Numbers of routing, of :class:`~megapipe.train.totals.Totals`."""
+    """Numbers of routing, of :class:`~megapipe.train.totals.StepStats`."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Figures of followers (:mod:`megapipe.train.followers`) after the step, by name."""
     memory_gib: float | None = field(default=None, compare=False)
@@ -74,18 +74,18 @@ class Update:
         self.scaler = scaler
         self.followers = [each for each in followers if not each.empty]
         self.steps = steps
-        self.judge = Judge(numbers)
-        self.rerun = Rerun(numbers, exact=exact, fault=self._located_fault)
+        self.judge = AnomalyDetector(numbers)
+        self.rerun = FaultReplay(numbers, exact=exact, fault=self._located_fault)
         self.made = 0
         """The step of the last update."""
 
-    def apply(self, step: int, totals: Totals, again: Again) -> StepResult:
+    def apply(self, step: int, totals: StepStats, again: Again) -> StepResult:
         """Update by gradients with these totals of all ranks, or skip the update.
 
         Where they cannot be right, `again` is called first, which computes others in their place.
 
         fp16 skips it where a smaller loss scale may mend the gradients, ``numbers.non_finite`` says
-        what comes of others. Raises :class:`~megapipe.train.judge.Unsound`, before the update,
+        what comes of others. Raises :class:`~megapipe.train.judge.BadStep`, before the update,
         where that is to stop or to rewind.
         """
         if not math.isfinite(totals.states):
@@ -103,8 +103,8 @@ class Update:
         lines = [note]
         for each in self.followers:
             lines.append(each.after_update(step, totals.routing))
-        self.optimizer.send_copies()
-        self.judge.passed(totals)
+        self.optimizer.broadcast_expert_replicas()
+        self.judge.record(totals)
         note = "; ".join(filter(None, lines)) or None
         return replace(result, figures=self._figures(), note=note)
 
@@ -118,15 +118,15 @@ class Update:
         self.made = step
         self.optimizer.update(self.lr(step), factor)
 
-    def fault(self, totals: Totals) -> Fault | None:
+    def fault(self, totals: StepStats) -> Anomaly | None:
         """Say what cannot be right in a step of these totals; None: nothing, or fp16's gradients
         are not finite, and a smaller loss scale may mend that."""
         if self.scaler.scales and math.isfinite(totals.loss_sum) and not totals.finite:
             problem = self.scaler.problem()
             return None if problem is None else self.judge.not_finite(problem)
-        return self.judge.fault(totals)
+        return self.judge.check(totals)
 
-    def _located_fault(self, totals: Totals) -> Fault | None:
+    def _located_fault(self, totals: StepStats) -> Anomaly | None:
         """The same, of gradients that are still there with the tensors and ranks that have them.
         All ranks call it."""
         fault = self.fault(totals)
@@ -136,13 +136,13 @@ class Update:
         return fault if where is None else fault._replace(text=f"{fault.text}, in {where}")
 
     def check_states(self) -> None:
-        """Raise :class:`~megapipe.train.judge.Unsound` on all ranks, which all call it, where the
+        """Raise :class:`~megapipe.train.judge.BadStep` on all ranks, which all call it, where the
         last update has left weights or states that are not finite on one: nobody is to read or save
         them."""
         if self.optimizer.mesh.any(not math.isfinite(self.optimizer.states_finite().item())):
             raise self.states_not_finite()
 
-    def states_not_finite(self) -> Unsound:
+    def states_not_finite(self) -> BadStep:
         """The error where an update has left values that are not finite."""
         where = self.optimizer.where_not_finite(states=True)
         return self.judge.states_fault(self.optimizer.count, self.made, where)
@@ -152,7 +152,7 @@ class Update:
         self._update(step)
         self.scaler.update(finite=True)
 
-    def is_plain(self, totals: Totals) -> bool:
+    def is_plain(self, totals: StepStats) -> bool:
         """Whether an update by gradients with these totals neither clips nor skips."""
         return totals.finite and totals.states == 0.0 and self.clipping(totals.norm) == 1.0
 
@@ -165,7 +165,7 @@ class Update:
     def lr(self, step: int) -> float:
         return learning_rate(self.config, step, self.steps)
 
-    def result(self, step: int, totals: Totals) -> StepResult:
+    def result(self, step: int, totals: StepStats) -> StepResult:
         return StepResult(
             step=step,
             loss=totals.loss,

@@ -12,11 +12,11 @@ from megapipe.util.lived import SLICE_S, LivedTime
 T = TypeVar("T")
 
 
-class Mute(TimeoutError):
+class NoAnswer(TimeoutError):
     """A call has not come back in time, or something does not answer as it should."""
 
 
-def within(
+def call_with_timeout(
     seconds: float,
     call: Callable[[], T],
     *,
@@ -25,9 +25,9 @@ def within(
 ) -> T:
     """Return the result of a call in a thread of its own; raises what the call raises.
 
-    Raises :class:`Mute` after `seconds`, and those that `more` then gives, in which this process
-    runs; `look` is called every half second meanwhile. The call is left behind, and ends with the
-    process: threads of a pool would be waited for then.
+    Raises :class:`NoAnswer` after `seconds`, and those that `more` then gives, in which this
+    process runs; `look` is called every half second meanwhile. The call is left behind, and ends
+    with the process: threads of a pool would be waited for then.
     """
     answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -48,7 +48,7 @@ def within(
         except queue.Empty:
             waited, limit = clock.look(), seconds + more()
             if waited >= limit:
-                raise Mute(f"no answer in {limit:.3g} s") from None
+                raise NoAnswer(f"no answer in {limit:.3g} s") from None
             look()
     thread.join()  # else it may be what frees tensors that `call` leads to, while Python ends
     if error is not None:

@@ -35,7 +35,7 @@ def refuse_links(folder: Path) -> None:
             raise _is_link(path)
 
 
-def open_beneath(root: Path, name: str, mode: str, **how: Any) -> IO[Any]:
+def open_no_symlinks(root: Path, name: str, mode: str, **how: Any) -> IO[Any]:
     """Open the file ``root/name`` as :func:`open` does; folders in between are made. Raises
     OSError, also where it or one of them is a link."""
     *folders, last = name.split("/")
@@ -48,9 +48,9 @@ def open_beneath(root: Path, name: str, mode: str, **how: Any) -> IO[Any]:
     return open(root / name, mode, opener=opener, **how)
 
 
-def write_beneath(root: Path, name: str, text: str) -> None:
-    """Write a file of text, as :func:`open_beneath` opens it."""
-    with open_beneath(root, name, "w", encoding="utf-8") as file:
+def write_no_symlinks(root: Path, name: str, text: str) -> None:
+    """Write a file of text, as :func:`open_no_symlinks` opens it."""
+    with open_no_symlinks(root, name, "w", encoding="utf-8") as file:
         file.write(text)
 
 

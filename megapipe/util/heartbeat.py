@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megapipe.util.beneath import write_beneath
+from megapipe.util.beneath import write_no_symlinks
 from megapipe.util.lived import LivedTime
 from megapipe.util.processes import machine, start_of
 
@@ -58,7 +58,7 @@ class Owner:
     count: int = 0
 
     @staticmethod
-    def me() -> Owner:
+    def this_process() -> Owner:
         pid = os.getpid()
         return Owner(socket.gethostname(), machine(), pid, start_of(pid) or 0.0, time.time())
 
@@ -83,14 +83,14 @@ class Owner:
 def beating(path: Path, *, proof: Path | None = None) -> Iterator[None]:
     """Write to `path` at once and then every few seconds that this process is alive; remove it
     afterwards. Nothing is done without the file `proof` that the folder is still its own."""
-    me, done = asdict(Owner.me()), threading.Event()
+    me, done = asdict(Owner.this_process()), threading.Event()
 
     def beat(count: int) -> None:
         if proof is not None and not proof.exists():
             return
         with contextlib.suppress(OSError):  # a full disk, or what others took away
             fresh = path.with_name(f".{path.name}")
-            write_beneath(path.parent, fresh.name, json.dumps({**me, "count": count}))
+            write_no_symlinks(path.parent, fresh.name, json.dumps({**me, "count": count}))
             fresh.rename(path)
 
     def go_on() -> None:
@@ -119,7 +119,7 @@ def read(path: Path) -> Owner | None:
         return None
 
 
-class Watch:
+class OwnerWatch:
     """Looks of a waiting process at owners of folders, which may have been suspended with it."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Watch:
         time.sleep(min(max(POLL_S[0], self._clock.look() / 20), POLL_S[1]))
 
 
-def say(line: str) -> None:
+def print_notice(line: str) -> None:
     """Tell a line on stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(f"megapipe: {line}", file=sys.stderr, flush=True)

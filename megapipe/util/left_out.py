@@ -13,13 +13,13 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedSamples:
     """Ranges [first, stop) of sample numbers, in order, with numbers between them."""
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, ranges: Iterable[Sequence[int]]) -> LeftOut:
+    def of(cls, ranges: Iterable[Sequence[int]]) -> SkippedSamples:
         """Ranges in any order, which may overlap."""
         joined: list[tuple[int, int]] = []
         for first, stop in sorted(map(tuple, ranges)):
@@ -30,7 +30,7 @@ class LeftOut:
         return cls(tuple(joined))
 
     @classmethod
-    def stored(cls, value: Any) -> LeftOut:
+    def stored(cls, value: Any) -> SkippedSamples:
         """Pairs of numbers, as JSON has them. Raises ValueError for anything else."""
         if not isinstance(value, list) or not all(map(_is_range, value)):
             raise ValueError(f"{value}: expected pairs of sample numbers")
@@ -40,22 +40,22 @@ class LeftOut:
         """The ranges, as a configuration has them."""
         return "[" + ",".join(f"[{first},{stop}]" for first, stop in self.ranges) + "]"
 
-    def with_(self, other: LeftOut) -> LeftOut:
+    def union(self, other: SkippedSamples) -> SkippedSamples:
         """All that either leaves out."""
-        return LeftOut.of((*self.ranges, *other.ranges))
+        return SkippedSamples.of((*self.ranges, *other.ranges))
 
-    def since(self, number: int) -> LeftOut:
+    def since(self, number: int) -> SkippedSamples:
         """The part from a number on."""
-        return LeftOut(
+        return SkippedSamples(
             tuple((max(first, number), stop) for first, stop in self.ranges if stop > number)
         )
 
-    def going_on(self, more: LeftOut, taken: int) -> LeftOut:
+    def going_on(self, more: SkippedSamples, taken: int) -> SkippedSamples:
         """All that a run leaves out which goes on after so many samples: this, and `more` as far as
         it is not behind."""
-        return self.with_(more.since(self.number(taken)))
+        return self.union(more.since(self.number_after(taken)))
 
-    def number(self, taken: int) -> int:
+    def number_after(self, taken: int) -> int:
         """The number of the sample that is next after so many."""
         for first, stop in self.ranges:
             if taken < first:
@@ -65,15 +65,15 @@ class LeftOut:
 
     def numbers(self, taken: int, count: int) -> Sequence[int]:
         """The numbers of the next `count` samples after so many."""
-        first = self.number(taken)
-        if count == 0 or self.number(taken + count - 1) == first + count - 1:
+        first = self.number_after(taken)
+        if count == 0 or self.number_after(taken + count - 1) == first + count - 1:
             return range(first, first + count)
-        return [self.number(each) for each in range(taken, taken + count)]
+        return [self.number_after(each) for each in range(taken, taken + count)]
 
     def counts(self, before: Callable[[int], Sequence[int]], taken: int) -> list[int]:
         """Those of the first `taken` samples that belong to each of several parts; `before` tells
         how many numbers below one do."""
-        end = self.number(taken)
+        end = self.number_after(taken)
         counts = list(before(end))
         for first, stop in self.ranges:
             if stop <= end:

@@ -17,7 +17,7 @@ from time import sleep
 from typing import TypeVar
 
 from megapipe.util import heartbeat
-from megapipe.util.answers import within
+from megapipe.util.answers import call_with_timeout
 from megapipe.util.lived import LivedTime
 from megapipe.words import one_line, without_secrets
 
@@ -73,7 +73,7 @@ class Operation:
         clock, limit_s = LivedTime(), seconds or self._limit_s / 2
         most_s = max(limit_s, self._limit_s)
         try:
-            result = within(limit_s, work, look=lambda: self._tell(clock.look(), most_s))
+            result = call_with_timeout(limit_s, work, look=lambda: self._tell(clock.look(), most_s))
         except Exception as error:
             self._spent_s += clock.look()
             tries = f" ({self._failures + 1} tries in {self._spent_s:.0f} s)" * (self._failures > 0)
@@ -117,7 +117,7 @@ class Operation:
 
     def _say(self, line: str) -> None:
         if _says:
-            heartbeat.say(without_secrets(line))
+            heartbeat.print_notice(without_secrets(line))
 
 
 def ask(doing: str, work: Callable[[], T], *, answer_s: float | None = None) -> T:

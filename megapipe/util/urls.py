@@ -3,7 +3,7 @@
 import re
 
 from megapipe.errors import ConfigError
-from megapipe.words import LEFT_OUT, without_secrets, without_user_info
+from megapipe.words import REDACTED, without_secrets, without_user_info
 
 _URL = re.compile(r"[\w.+-]+:/\S.*", re.DOTALL)
 _TEMPLATES = re.compile(r"(^|::)reference:")
@@ -38,7 +38,7 @@ def check_url(key: str, value: str) -> None:
         raise ConfigError(f"{key}={value}: reference: is not opened: its templates may run code")
     if not _URL.fullmatch(value):
         return
-    if LEFT_OUT in (written := without_secrets(value)) and not written.endswith(LEFT_OUT):
+    if REDACTED in (written := without_secrets(value)) and not written.endswith(REDACTED):
         raise ConfigError(
             f"{key} is a URL whose query cannot be told from the text around it: expected spaces "
             "as %20 in it, and no quote, bracket or punctuation at its end"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple, get_args
 
-from megapipe.watch.journal import State
+from megapipe.watch.journal import JournalState
 from megapipe.words import ranges
 
 BEATLESS_S = 3.0
@@ -33,10 +33,10 @@ ORDER: tuple[Why, ...] = get_args(Why)
 """Kinds of evidence, the surest first."""
 
 
-class View(NamedTuple):
+class RankView(NamedTuple):
     """The journal of a rank as a monitor sees it."""
 
-    state: State
+    state: JournalState
     still_s: float
     """Seconds for which it has not changed, but for the heart..."""
     beatless_s: float
@@ -70,7 +70,7 @@ class View(NamedTuple):
         return self.state.line is not None and not self.frozen
 
 
-class Culprit(NamedTuple):
+class HangDiagnosis(NamedTuple):
     """The rank that others wait for, and how one can tell."""
 
     rank: int
@@ -82,7 +82,7 @@ class Culprit(NamedTuple):
     before the first step is in their journals."""
 
 
-def find(views: Mapping[int, View], limit_s: float) -> Culprit | None:
+def diagnose(views: Mapping[int, RankView], limit_s: float) -> HangDiagnosis | None:
     """The culprit, where a rank has waited for `limit_s` seconds, or for GONE_S for one that is
     gone, and is still there to tell; or a rank that is lost for so long before its first step, or
     that is gone where one has lost contact; else None. Of several the one with the surest evidence,
@@ -92,16 +92,16 @@ def find(views: Mapping[int, View], limit_s: float) -> Culprit | None:
     if found is None:
         return None
     why, rank, seconds = found
-    return Culprit(rank, why, seconds, tuple(r for r in waiting if r != rank))
+    return HangDiagnosis(rank, why, seconds, tuple(r for r in waiting if r != rank))
 
 
-def _lost(views: Mapping[int, View], limit_s: float) -> tuple[Why, int, float] | None:
+def _lost(views: Mapping[int, RankView], limit_s: float) -> tuple[Why, int, float] | None:
     """The evidence against a rank of which nothing more is to be expected, and for how long, where
     nobody has to be seen to wait for it. Its journal may stand still for as long as it works: its
     heart tells since when it is lost."""
     contact = any(view.state.lost_contact for view in views.values())
 
-    def enough(view: View) -> bool:
+    def enough(view: RankView) -> bool:
         if view.gone and contact:
             return True
         patience_s = GONE_S if view.gone else limit_s
@@ -117,7 +117,7 @@ def _lost(views: Mapping[int, View], limit_s: float) -> tuple[Why, int, float] |
     return min(lost, key=lambda found: (ORDER.index(found[0]), -found[2], found[1]))
 
 
-def _waited_for(views: Mapping[int, View], limit_s: float) -> tuple[Why, int, float] | None:
+def _waited_for(views: Mapping[int, RankView], limit_s: float) -> tuple[Why, int, float] | None:
     """The same for a rank that others have waited for, whatever it does."""
     gone = [found for found in _followed(views, _late(views, GONE_S)) if found[0] == "gone"]
     evidence = gone or list(_followed(views, _late(views, limit_s)))
@@ -130,16 +130,16 @@ def _waited_for(views: Mapping[int, View], limit_s: float) -> tuple[Why, int, fl
     return why, rank, _seconds(views, rank)
 
 
-def _late(views: Mapping[int, View], seconds: float) -> list[int]:
+def _late(views: Mapping[int, RankView], seconds: float) -> list[int]:
     """The ranks that have waited for so long."""
     return [rank for rank, view in views.items() if view.waits and view.still_s >= seconds]
 
 
-def _seconds(views: Mapping[int, View], rank: int) -> float:
+def _seconds(views: Mapping[int, RankView], rank: int) -> float:
     return views[rank].still_s if rank in views else 0.0
 
 
-def _followed(views: Mapping[int, View], late: Iterable[int]) -> Iterator[tuple[Why, int]]:
+def _followed(views: Mapping[int, RankView], late: Iterable[int]) -> Iterator[tuple[Why, int]]:
     """The evidence against each rank to which those that are late lead, and its number."""
     seen: set[int] = set()
     next_ones = list(late)
@@ -158,7 +158,7 @@ def _followed(views: Mapping[int, View], late: Iterable[int]) -> Iterator[tuple[
         elif not view.waits:
             yield "busy", rank
         else:
-            others = [member for member in view.state.heeds if member != rank]
+            others = [member for member in view.state.waits_for if member != rank]
             behind = [member for member in others if _begun(views, member, view) is not True]
             next_ones += behind or others  # what has begun may be stopped before it has sent
             if not behind and len(others) == 1:
@@ -167,7 +167,7 @@ def _followed(views: Mapping[int, View], late: Iterable[int]) -> Iterator[tuple[
                 yield "unclear", rank
 
 
-def _begun(views: Mapping[int, View], member: int, view: View) -> bool | None:
+def _begun(views: Mapping[int, RankView], member: int, view: RankView) -> bool | None:
     """Whether a member has begun the exchange that `view` waits for; None where nobody knows."""
     other = views.get(member)
     if other is None or view.state.line is None:
@@ -175,7 +175,7 @@ def _begun(views: Mapping[int, View], member: int, view: View) -> bool | None:
     return other.state.begun.get(view.state.line, 0) >= view.state.exchange
 
 
-def told(culprit: Culprit, views: Mapping[int, View], limit_s: float) -> str:
+def describe(culprit: HangDiagnosis, views: Mapping[int, RankView], limit_s: float) -> str:
     """One line on a culprit, for the user."""
     view = views.get(culprit.rank)
     waiting = culprit.waiting

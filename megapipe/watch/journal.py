@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from megapipe.watch.own_time import OwnTime
+from megapipe.watch.own_time import ComputeTime
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Journal:
     """The journal that this rank writes: at first in memory of its own, which nobody reads."""
 
     def __init__(self) -> None:
-        self.own_time = OwnTime()
+        self.own_time = ComputeTime()
         self._lines: list[tuple[str, Sequence[int]]] = []
         self._file: Path | None = None
         self._use(memoryview(bytearray(SIZE)))
@@ -70,7 +70,9 @@ class Journal:
         self.words[LEFT] = 1
         self._file = None
 
-    def line(self, name: str, ranks: Sequence[int], *, heeds: Sequence[int] | None = None) -> Line:
+    def counter(
+        self, name: str, ranks: Sequence[int], *, heeds: Sequence[int] | None = None
+    ) -> CommCounter:
         """A line between `ranks`, all of which give it this `name`; of them this one waits for
         those that it `heeds`, by default for all."""
         number = len(self._lines)
@@ -78,9 +80,9 @@ class Journal:
         if self._file is not None:
             with open(f"{self._file}.lines", "a") as file:
                 print(name, *self._lines[-1][1], file=file)
-        return Line(self, min(number, WORDS - _FIRST - 1))
+        return CommCounter(self, min(number, WORDS - _FIRST - 1))
 
-    def does(self, name: bytes) -> None:
+    def set_activity(self, name: bytes) -> None:
         """Note what the rank does from now on, in `TEXT` bytes, as :func:`text` makes them."""
         self.note[:] = name
 
@@ -98,7 +100,7 @@ class Journal:
         self._place[:] = text(place)
 
 
-class Line:
+class CommCounter:
     """This rank's end of a line. More of them than a journal has words for share the last."""
 
     def __init__(self, journal: Journal, number: int) -> None:
@@ -128,9 +130,9 @@ class Line:
         return result
 
 
-def unwatched() -> Line:
+def unwatched() -> CommCounter:
     """A line of which nobody knows."""
-    return Journal().line("", ())
+    return Journal().counter("", ())
 
 
 def text(name: str) -> bytes:
@@ -138,7 +140,7 @@ def text(name: str) -> bytes:
     return name.encode()[:TEXT].ljust(TEXT)
 
 
-class State(NamedTuple):
+class JournalState(NamedTuple):
     """A journal as it is read."""
 
     pid: int
@@ -154,14 +156,14 @@ class State(NamedTuple):
     """The line that it waits at..."""
     exchange: int
     """... for this exchange..."""
-    heeds: tuple[int, ...]
+    waits_for: tuple[int, ...]
     """... and the ranks that it may be waiting for."""
     left: bool
     lost_contact: bool = False
     """It has lost contact with another, and cannot tell with whom."""
 
 
-class Reader:
+class JournalReader:
     """A journal that a rank writes into a file."""
 
     def __init__(self, file: Path) -> None:
@@ -178,7 +180,7 @@ class Reader:
         count = int.from_bytes(content[beats], "little")
         return count, content[: beats.start] + content[beats.stop :]
 
-    def read(self) -> State:
+    def read(self) -> JournalState:
         """The journal as it is now."""
         content = self._memory[:]
         words = memoryview(content)[: 8 * WORDS].cast("q")
@@ -189,7 +191,7 @@ class Reader:
         }
         at = words[LINE] - 1
         known = 0 <= at < len(lines)
-        return State(
+        return JournalState(
             pid=words[PID],
             beats=words[BEATS],
             step=words[STEP],
@@ -198,7 +200,7 @@ class Reader:
             begun=begun,
             line=lines[at][0] if known else None,
             exchange=words[EXCHANGE],
-            heeds=lines[at][1] if known else (),
+            waits_for=lines[at][1] if known else (),
             left=bool(words[LEFT]),
             lost_contact=bool(words[LOST]),
         )

@@ -25,11 +25,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.util.beneath import make_folder, write_beneath
+from megapipe.util.beneath import make_folder, write_no_symlinks
 from megapipe.util.processes import is_stopped, start_of
-from megapipe.watch.culprit import View, find, told
-from megapipe.watch.journal import PREFIX, Reader
-from megapipe.watch.nodes import SILENT_S, Hub, Spoke
+from megapipe.watch.culprit import RankView, describe, diagnose
+from megapipe.watch.journal import PREFIX, JournalReader
+from megapipe.watch.nodes import SILENT_S, MonitorClient, MonitorServer
 
 LOOK_S = 0.25
 """Time between two looks."""
@@ -74,7 +74,7 @@ class _Rank:
     """A rank of this node, as the looks so far show it."""
 
     def __init__(self, file: Path) -> None:
-        self.reader = Reader(file)
+        self.reader = JournalReader(file)
         self.state = self.reader.read()
         self.began = start_of(self.state.pid)
         self.still_s = 0.0
@@ -101,12 +101,12 @@ class _Rank:
         began = start_of(self.state.pid)
         return not self.state.left and (began is None or began != self.began)
 
-    def view(self) -> View:
+    def view(self) -> RankView:
         """Its state, and how it looks from outside."""
         gone = self.gone
         stopped = not gone and is_stopped(self.state.pid)
         host = socket.gethostname()
-        return View(self.state, self.still_s, self.beatless_s, stopped, host, gone)
+        return RankView(self.state, self.still_s, self.beatless_s, stopped, host, gone)
 
     def send(self, number: int) -> None:
         """Send it a signal."""
@@ -124,8 +124,12 @@ class Monitor:
         self._ranks: dict[int, _Rank] = {}
         self._alone_s = 0.0
         """For how long all ranks have ended."""
-        self._hub = Hub(settings.listens, settings.token) if settings.listens >= 0 else None
-        self._spoke = Spoke(settings.hub, settings.token) if settings.hub is not None else None
+        self._hub = (
+            MonitorServer(settings.listens, settings.token) if settings.listens >= 0 else None
+        )
+        self._spoke = (
+            MonitorClient(settings.hub, settings.token) if settings.hub is not None else None
+        )
 
     def run(self) -> None:
         """Look until the ranks have ended."""
@@ -178,13 +182,13 @@ class Monitor:
             return self._spoke.exchange(own)
         other = self._hub or self._spoke
         views = {**own, **(other.views() if other is not None else {})}
-        culprit = find(views, limit)
-        verdict = told(culprit, views, limit) if culprit is not None else None
+        culprit = diagnose(views, limit)
+        verdict = describe(culprit, views, limit) if culprit is not None else None
         if self._hub is not None:
             self._hub.tell(verdict, own)
         return verdict
 
-    def _own(self) -> dict[int, View]:
+    def _own(self) -> dict[int, RankView]:
         """The ranks of this node that have not left."""
         return {number: rank.view() for number, rank in self._ranks.items() if not rank.state.left}
 
@@ -229,9 +233,11 @@ class Monitor:
                 stacks = self._folder / f"{PREFIX}{number}.stacks"
                 if stacks.exists():
                     text = stacks.read_text(encoding="utf-8", errors="replace")
-                    write_beneath(report, f"{PREFIX}{number}.txt", text)
+                    write_no_symlinks(report, f"{PREFIX}{number}.txt", text)
                 view = rank.view()._asdict() | {"state": rank.state._asdict(), "noticed": noticed}
-                write_beneath(report, f"{PREFIX}{number}.json", json.dumps(view, indent=1) + "\n")
+                write_no_symlinks(
+                    report, f"{PREFIX}{number}.json", json.dumps(view, indent=1) + "\n"
+                )
         except OSError:
             return None
         return report

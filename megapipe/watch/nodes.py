@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from megapipe.watch.culprit import View
-from megapipe.watch.journal import State
+from megapipe.watch.culprit import RankView
+from megapipe.watch.journal import JournalState
 
 EVERY_S = 1.0
 """Time between two messages."""
@@ -29,7 +29,7 @@ LONGEST = 1 << 24
 """Bytes of a line."""
 
 
-class Hub:
+class MonitorServer:
     """The monitor that decides: `listens` is the descriptor of a socket, `token` the word."""
 
     def __init__(self, listens: int, token: str) -> None:
@@ -48,12 +48,12 @@ class Hub:
             for told in self._told.values():
                 told.age_s += seconds
 
-    def views(self) -> dict[int, View]:
+    def views(self) -> dict[int, RankView]:
         """The ranks of the other nodes."""
         with self._lock:
             return {rank: view for told in self._told.values() for rank, view in told.now().items()}
 
-    def tell(self, verdict: str | None, own: Mapping[int, View]) -> None:
+    def tell(self, verdict: str | None, own: Mapping[int, RankView]) -> None:
         """Answer the other monitors with the verdict, and the ranks of this node, from now on."""
         self._answer = _message(verdict, own)
         self._verdict = verdict
@@ -107,7 +107,7 @@ class Hub:
             told.ended = True
 
 
-class Spoke:
+class MonitorClient:
     """A monitor that tells the one at `address` what it sees."""
 
     def __init__(self, address: tuple[str, int], token: str) -> None:
@@ -140,11 +140,11 @@ class Spoke:
         if self._connection is None and time.monotonic() >= self._due:
             self._connect(AGAIN_S)
 
-    def views(self) -> dict[int, View]:
+    def views(self) -> dict[int, RankView]:
         """The ranks of the other's node."""
         return {} if self._told is None else self._told.now()
 
-    def exchange(self, views: Mapping[int, View], *, at_once: bool = False) -> str | None:
+    def exchange(self, views: Mapping[int, RankView], *, at_once: bool = False) -> str | None:
         """Tell what is to be seen here, now and then, or at once where it is news; returns the
         verdict, if there is one."""
         assert self._connection is not None
@@ -170,7 +170,7 @@ class Spoke:
 class _Told:
     """The last message of a monitor."""
 
-    def __init__(self, views: Mapping[int, View]) -> None:
+    def __init__(self, views: Mapping[int, RankView]) -> None:
         self.age_s = 0.0
         """Seconds in which this process has run since: it may have been suspended with the job."""
         self.ended = False
@@ -181,7 +181,7 @@ class _Told:
     def is_heard(self) -> bool:
         return not self.ended and self.age_s < SILENT_S
 
-    def now(self) -> dict[int, View]:
+    def now(self) -> dict[int, RankView]:
         """The views after the time in which nothing was heard."""
         seconds, lost = self.age_s, not self.is_heard
         return {
@@ -192,17 +192,20 @@ class _Told:
         }
 
 
-def _message(verdict: str | None, views: Mapping[int, View]) -> bytes:
+def _message(verdict: str | None, views: Mapping[int, RankView]) -> bytes:
     """A line of JSON."""
     told = {rank: [[*view.state], *view[1:]] for rank, view in views.items()}
     return f"{json.dumps([verdict, told])}\n".encode()
 
 
-def _read(line: bytes) -> tuple[str | None, dict[int, View]]:
+def _read(line: bytes) -> tuple[str | None, dict[int, RankView]]:
     """The verdict and the views of a message; raises ValueError if it is none."""
     try:
         verdict, told = json.loads(line)
-        views = {int(rank): View(State(*state), *rest) for rank, (state, *rest) in told.items()}
+        views = {
+            int(rank): RankView(JournalState(*state), *rest)
+            for rank, (state, *rest) in told.items()
+        }
     except TypeError:
         raise ValueError("another version of this file is at work there") from None
     return verdict, views

@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class OwnTime:
+class ComputeTime:
     """Moments at which this rank begins to compute by itself, and ceases to, by turns."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megapipe.errors import LaunchError
-from megapipe.util.beneath import open_beneath
+from megapipe.util.beneath import open_no_symlinks
 from megapipe.util.lived import LivedTime, await_keys
 from megapipe.util.processes import machine
 from megapipe.watch.journal import BEATS, LOST, PREFIX, Journal
@@ -36,7 +36,7 @@ Listen = Callable[[], tuple[socket.socket, str]]
 """Makes a socket that listens, and tells the name by which other machines reach its host."""
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """Keys and values that all ranks see."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
@@ -46,7 +46,7 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None: ...
 
 
-class Watch:
+class RankWatch:
     """This rank, as a monitor of its node watches it.
 
     The first rank of a machine starts the monitor; the first of the job has it listen to those of
@@ -58,7 +58,7 @@ class Watch:
 
     def __init__(
         self,
-        store: Store,
+        store: KeyValueStore,
         rank: int,
         limit_s: float,
         reports: Path,
@@ -115,12 +115,12 @@ class Watch:
     def _write_flight_record(self, report: str | None) -> None:
         flight = self._flight_record() if report is not None else None
         if report is not None and flight is not None:
-            with open_beneath(Path(report), f"{PREFIX}{self._rank}.flight.json", "wb") as file:
+            with open_no_symlinks(Path(report), f"{PREFIX}{self._rank}.flight.json", "wb") as file:
                 file.write(flight)
 
 
 def _join(
-    store: Store, rank: int, limit_s: float, reports: Path, listen: Listen | None
+    store: KeyValueStore, rank: int, limit_s: float, reports: Path, listen: Listen | None
 ) -> tuple[Path, subprocess.Popen[bytes] | None]:
     """The folder of this machine's journals, and their monitor, if it was started here."""
     key = f"watch/{machine()}"
@@ -140,7 +140,7 @@ def _join(
 
 
 def _with_others(
-    store: Store, rank: int, settings: Settings, listen: Listen
+    store: KeyValueStore, rank: int, settings: Settings, listen: Listen
 ) -> tuple[Settings, socket.socket | None]:
     """The settings with which the monitors of several machines find each other, and the socket at
     which the first of them listens."""
@@ -154,7 +154,7 @@ def _with_others(
     return settings._replace(hub=(host, port), token=token), None
 
 
-def _said_by(rank: int, store: Store, key: str, limit_s: float) -> str:
+def _said_by(rank: int, store: KeyValueStore, key: str, limit_s: float) -> str:
     """The value that a rank sets in the store; raises :class:`LaunchError` if it does not."""
     try:
         await_keys(store, [key], limit_s)

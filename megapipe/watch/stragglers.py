@@ -44,7 +44,7 @@ _ERROR = 1.4826 * math.sqrt(math.pi / 2)
 """Standard error of the median of n normal values, by their median absolute deviation / sqrt n."""
 
 
-class Window(NamedTuple):
+class TimingWindow(NamedTuple):
     """The own time of a rank in the steps of a window."""
 
     seconds: float
@@ -54,7 +54,7 @@ class Window(NamedTuple):
     steps: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Window:
+    def of(cls, seconds: Sequence[float]) -> TimingWindow:
         """The window of steps that took this time."""
         middle = median(seconds)
         return cls(middle, median(abs(each - middle) for each in seconds), len(seconds))
@@ -90,7 +90,7 @@ class Scorer:
         self._past: list[list[float]] = [[] for _ in work]
         """Scores of ranks without peers in the first windows."""
 
-    def scores(self, windows: Sequence[Window]) -> list[Score]:
+    def scores(self, windows: Sequence[TimingWindow]) -> list[Score]:
         """The scores of a window of all ranks, by rank."""
         paces = [window.seconds / work for window, work in zip(windows, self._work, strict=True)]
         spreads = [window.spread / work for window, work in zip(windows, self._work, strict=True)]

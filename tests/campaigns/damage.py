@@ -25,7 +25,7 @@ from megapipe.distributed.mesh import Grid
 from megapipe.errors import CheckpointError
 from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
-from megapipe.train.resume.choose import choose
+from megapipe.train.resume.choose import choose_start_point
 from tests.campaigns import runs
 from tests.campaigns.campaign import Campaign, Figure, Record
 from tests.campaigns.runs import Layout, Wholes
@@ -184,5 +184,5 @@ def asked_to_load(world: World, args: list[str], path: str) -> tuple[str, bool, 
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     same = all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
-    source = choose(config, Path(path).parent, mesh)
+    source = choose_start_point(config, Path(path).parent, mesh)
     return error, same, str(source.checkpoint.path) if source.checkpoint is not None else ""

@@ -47,7 +47,7 @@ PHASES = {
     "naming the checkpoint": Phase((f"{WRITER}:next_name",), lead=True),
     "renaming": Phase(("os:rename",), lead=True),
     "pointing at it": Phase((f"{WRITER}:point_at",), lead=True),
-    "taking the outcome": Phase((f"{BACKGROUND}:Background.finish",), background=True),
+    "taking the outcome": Phase((f"{BACKGROUND}:AsyncSaver.finish",), background=True),
     "choosing what is old": Phase((f"{SAVING}:outdated",)),
     "removing what is old": Phase((f"{SAVING}:remove",), lead=True),
     "deleting files": Phase(("shutil:rmtree",), lead=True),

@@ -28,7 +28,7 @@ from megapipe.engine.stage import Stage
 from megapipe.layers.weight_grad import WeightGradQueue
 from megapipe.schedule.generators import names
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 from megapipe.schedule.proof.validate import validate
 from megapipe.testing import World, run_world
 from tests.parity import registry_cases
@@ -101,7 +101,7 @@ def measured(step: TrainStep, schedule: Schedule, after_op: Any) -> Iterator[Led
 
     def watched_bind(self: Executor, action: Action) -> Any:
         call = bind(self, action)
-        if action.do != Do.COMPUTE:
+        if action.do != ActionKind.COMPUTE:
             return call
 
         def watched() -> None:
@@ -187,8 +187,8 @@ def measure(world: World, case: Case) -> list[tuple[int, int, int, Fraction]]:
         after[s, Kind.R, 0] for s in step.stages if s in schedule.recompute
     )
     promise = validate(schedule).peak_held
-    if schedule.held_limit is not None:
-        assert promise == schedule.held_limit
+    if schedule.activation_bound is not None:
+        assert promise == schedule.activation_bound
     result = []
     for rank in step.pipeline.ranks:
         predicted = Fraction(0)

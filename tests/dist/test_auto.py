@@ -16,7 +16,7 @@ from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
 from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.proof.validate import validate
-from megapipe.schedule.search import Found, search
+from megapipe.schedule.search import SearchResult, search
 from megapipe.schedule.text import from_csv, to_csv
 from megapipe.testing import World, run_world
 from megapipe.train import auto
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
     notes: list[str]
 
 
-def quick_search(*given: Any, **named: Any) -> Found:
+def quick_search(*given: Any, **named: Any) -> SearchResult:
     """For costs as they are measured any order will do."""
     return search(*given, **{**named, "evaluations": 200})
 
@@ -56,7 +56,7 @@ def run(
 ) -> Seen:
     """Train STEPS steps; `cost` stands in for what is measured, `freed` for what is planned."""
     config, layout = configure(case)
-    layout = replace(layout, freed=freed)
+    layout = replace(layout, freed_by_input_grad=freed)
     pipeline = config.pipeline.model_copy(update={"memory_limit": limit})
     config = config.model_copy(update={"pipeline": pipeline})
     mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))

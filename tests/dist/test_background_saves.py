@@ -96,7 +96,7 @@ def sizes(world: World, given: dict[str, str]) -> tuple[int, int, int, int]:
     path = step.save(Path(given["run.folder"]), 0)
     entries = Checkpoint.open(path).manifest.entries.values()
     stored = sum(math.prod(e.shape) * TORCH_DTYPES[e.dtype].itemsize for e in entries)
-    return memory.saved, own, checkpoint_bytes(config, layout), stored
+    return memory.checkpoint_part, own, checkpoint_bytes(config, layout), stored
 
 
 def notes(folder: Path, words: str) -> list[str]:

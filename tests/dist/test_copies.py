@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapipe import TrainStep
 from megapipe.errors import DeviceFault
-from megapipe.optim.copies import Copies, HeldReplica
+from megapipe.optim.copies import HeldReplica, ReplicaCheck
 from megapipe.testing import World, run_world
 from megapipe.train.callbacks import Callback, Run, Step
 from tests.parity.cases import END
@@ -65,12 +65,12 @@ def flipped(world: World, case: Case) -> dict[str, Any]:
     for number in range(case.steps):
         step.train(number, rows)
     step.settle()
-    copies = Copies(step.optimizer, mesh)
+    copies = ReplicaCheck(step.optimizer, mesh)
     experts = [each for each in copies.held if isinstance(each, HeldReplica)]
     seen: dict[str, Any] = {
         "experts": len(experts),
         "kinds": {each.kind for each in copies.held},
-        "whole": copies.difference(),
+        "whole": copies.first_mismatch(),
         "own": {},
         "told": [],
     }
@@ -89,10 +89,10 @@ def flipped(world: World, case: Case) -> dict[str, Any]:
                 where, name = "the tied embedding" if spec.tied else f"stage {stage}", spec.name
             seen["own"][turn] = f"{kind} of {name} ({where})"
             flip(values, place, bit)
-        seen["told"].append(copies.difference())
+        seen["told"].append(copies.first_mismatch())
         if mine:
             flip(values, place, bit)
-    seen["restored"] = copies.difference()
+    seen["restored"] = copies.first_mismatch()
     return seen
 
 
@@ -206,8 +206,10 @@ class FlipExpert(Callback):
         optimizer = run.train_step.optimizer
         optimizer.await_all_weights()
         if run.mesh.rank == self.rank:
-            places = next(each for (each, *_) in optimizer.replicas.values() if each.copies)
-            *_, (_, _, values) = places.shared()
+            places = next(
+                each for (each, *_) in optimizer.replicas.values() if each.replicas_per_rank
+            )
+            *_, (_, _, values) = places.replicated_weights()
             flip(values.view(-1), 2, 7)
 
 

@@ -22,7 +22,7 @@ from megapipe.layers.moe.dispatchers import all_gather, fetch
 from megapipe.layers.moe.dispatchers.all_gather import AllGatherDispatcher
 from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher, HierarchicalDispatcher
 from megapipe.layers.moe.dispatchers.fetch import FetchDispatcher
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.plan.traffic import operation_transfers
 from megapipe.plan.unit import OPERATIONS
 from megapipe.plan.units import Units
@@ -106,7 +106,7 @@ class Exchange(NamedTuple):
 @contextmanager
 def exchanged(found: list[Exchange]) -> Iterator[None]:
     """Record what goes to experts and comes back."""
-    gathering, all_to_all = fetch.start_gathering, transfer.start_all_to_all
+    gathering, all_to_all = fetch.start_all_gather_new, transfer.start_all_to_all
     adding = fetch.reduce_scatter
 
     def gathers(piece: Tensor, axis: Axis) -> Any:
@@ -123,8 +123,8 @@ def exchanged(found: list[Exchange]) -> Iterator[None]:
         return adding(whole, axis)
 
     with (
-        mock.patch.object(all_gather, "start_gathering", gathers),
-        mock.patch.object(fetch, "start_gathering", gathers),
+        mock.patch.object(all_gather, "start_all_gather_new", gathers),
+        mock.patch.object(fetch, "start_all_gather_new", gathers),
         mock.patch.object(fetch, "reduce_scatter", adds),
         mock.patch.object(transfer, "start_all_to_all", swaps),
     ):
@@ -253,19 +253,19 @@ def run_one_layer(world: World) -> list[str]:
 
         return tensor, waits
 
-    def computes(name: str) -> Any:
-        product = getattr(Experts, name)
+    def computes(name: str, noted: str) -> Any:
+        product = getattr(RoutedExperts, name)
 
         def computed(*given: Any) -> Any:
-            note(name)
+            note(noted)
             return product(*given)
 
-        return mock.patch.object(Experts, name, computed)
+        return mock.patch.object(RoutedExperts, name, computed)
 
     with (
         mock.patch.object(transfer, "start_all_to_all", starts),
-        computes("narrow"),
-        computes("input_grads"),
+        computes("down_projection", "narrow"),
+        computes("input_grads", "input_grads"),
     ):
         step.train(0, Rows(ONE_LAYER))
     return seen

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from megapipe.engine import pipeline
-from megapipe.schedule.data_parallel import for_zero
-from megapipe.schedule.program import Do, Program
+from megapipe.schedule.data_parallel import with_zero_actions
+from megapipe.schedule.program import ActionKind, Program
 from megapipe.testing import World, run_world
 from tests.parity.bitwise import assert_bitwise
 from tests.parity.ranks import Case, Outcome, run_case
@@ -31,8 +31,8 @@ REPLICATED = [
 
 def to_the_end(program: Program) -> Program:
     """The program with its reductions after all else, by stage: an order that all ranks share."""
-    late = [action for action in program.actions if action.do == Do.REDUCE]
-    rest = [action for action in program.actions if action.do != Do.REDUCE]
+    late = [action for action in program.actions if action.do == ActionKind.REDUCE]
+    rest = [action for action in program.actions if action.do != ActionKind.REDUCE]
     late.sort(key=lambda action: action.stage)
     return Program(program.rank, (*rest, *late))
 
@@ -40,7 +40,7 @@ def to_the_end(program: Program) -> Program:
 def operations_left(program: Program) -> int:
     """Those after the first reduction."""
     kinds = [action.do for action in program.actions]
-    return kinds[kinds.index(Do.REDUCE) :].count(Do.COMPUTE)
+    return kinds[kinds.index(ActionKind.REDUCE) :].count(ActionKind.COMPUTE)
 
 
 def both_ways(world: World, cases: list[Case]) -> list[tuple[int, Outcome, Outcome]]:
@@ -51,15 +51,17 @@ def both_ways(world: World, cases: list[Case]) -> list[tuple[int, Outcome, Outco
         left: list[int] = []
 
         def lazily(*given: object, left: list[int] = left) -> Iterator[Program]:
-            for program in for_zero(*given):
+            for program in with_zero_actions(*given):
                 late = to_the_end(program)
-                if any(action.do == Do.REDUCE for action in late.actions):  # not of a validation
+                if any(
+                    action.do == ActionKind.REDUCE for action in late.actions
+                ):  # not of a validation
                     left.append(operations_left(program))
                     assert operations_left(late) == 0
                 yield late
 
         eager = run_case(world, case)
-        with mock.patch.object(pipeline, "for_zero", lazily):
+        with mock.patch.object(pipeline, "with_zero_actions", lazily):
             lazy = run_case(world, case)
         found.append((max(left), eager, lazy))
     return found

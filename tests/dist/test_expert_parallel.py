@@ -108,7 +108,7 @@ def lasting(step: TrainStep) -> int:
     tensors: list[Tensor] = []
     for shard in step.optimizer.shards:
         bucket, store = shard.bucket, shard.store
-        tensors += [bucket.weights, shard.weights, *bucket.grads, *bucket.early]
+        tensors += [bucket.weights, shard.weights, *bucket.grads, *bucket.early_grads]
         tensors += [store.read(name, 0, 0) for name in (MASTER, *store.states)]
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
@@ -130,7 +130,7 @@ def run_held(world: World) -> list[int]:
 def test_memory_of_experts_is_that_of_the_plan() -> None:
     """Their gradients, masters and states too, by the ZeRO stage of the ranks that have the same
     ones."""
-    planned = [model_memory(*configure(case), 0).lasting for case in HELD]
+    planned = [model_memory(*configure(case), 0).persistent for case in HELD]
     for rank in run_world(4, run_held):
         for case, found, wanted in zip(HELD, rank, planned, strict=True):
             assert found == wanted, case.name

@@ -11,7 +11,7 @@ import pytest
 from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import NumericError
-from megapipe.optim.buffers import Entry
+from megapipe.optim.buffers import ParamRange
 from megapipe.optim.shard import Shard
 from megapipe.testing import World, run_world
 from tests.parity.ranks import Case, Rows, configure
@@ -22,7 +22,7 @@ CASE = Case(tp=2, m=2, dtype="fp32", layers=1, sequence_parallel=True)
 NORM = "layers.0.mlp_norm.weight"
 
 
-def place(step: TrainStep, name: str) -> tuple[Shard, Entry]:
+def place(step: TrainStep, name: str) -> tuple[Shard, ParamRange]:
     """Where a parameter lies."""
     return next(
         (shard, entry)

@@ -129,5 +129,5 @@ def test_a_run_goes_on_with_its_loss_scale_and_its_updates(tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_a_fixed_scale_that_overflows_is_an_error() -> None:
-    with pytest.raises(WorldError, match=r"Unsound.*not finite"):
+    with pytest.raises(WorldError, match=r"BadStep.*not finite"):
         run_world(1, trained, CASE, {"loss_scale": LARGEST})

@@ -13,11 +13,11 @@ from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.evaluate.choices import Question, answer
 from megapipe.evaluate.perplexity import measure
-from megapipe.evaluate.scoring import Row, scores
+from megapipe.evaluate.scoring import ScoredRow, scores
 from megapipe.evaluate.texts import of_texts
 from megapipe.generate import Generator, Sampling
-from megapipe.layout.family import make_family
-from megapipe.model.interface import Conditions
+from megapipe.layout.family import make_model_spec
+from megapipe.model.interface import RunShape
 from megapipe.testing import World, run_world
 from tests.parity.held_models import BYTES, held_model
 from tests.parity.reference import init_random
@@ -47,7 +47,7 @@ def model_and_weights(case: str) -> tuple[ModelConfig, dict[str, Tensor]]:
         return built_in, init_random(built_in, seed=4)
     source, options = f"tests.parity.own_models:{case}", {"depth": 5}
     own = ModelConfig(source=source, options=options, vocab_size=257, dtype="fp64")
-    shapes = make_family(own, Conditions(CONTEXT, microbatch=1)).shapes()
+    shapes = make_model_spec(own, RunShape(CONTEXT, microbatch=1)).shapes()
     draw = torch.Generator().manual_seed(4)
     return own, {
         name: torch.randn(shape, generator=draw, dtype=torch.float64)
@@ -62,7 +62,7 @@ def everything(case: str, mesh: ParallelMesh | None) -> tuple[list[Any], list[fl
     texts: list[Any] = [
         list(Generator(model).generate(PROMPTS, sampling, batch=4)) for sampling in SAMPLINGS
     ]
-    rows = [Row([256, *b"some words", 256, *b"and"][:n], 1) for n in range(2, 14)]
+    rows = [ScoredRow([256, *b"some words", 256, *b"and"][:n], 1) for n in range(2, 14)]
     found = list(scores(model, rows, batch=1))  # more batches than are under way at a time
     texts.append([score.greedy for score in found])
     numbers = np.concatenate([score.likelihoods for score in found]).tolist()

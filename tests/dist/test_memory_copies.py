@@ -111,14 +111,14 @@ class Cut(Callback):
 
     def before_save(self, run: Run, step: int) -> None:
         if step == 4:
-            self._real = memory_copies.together
-            memory_copies.together = self._together
+            self._real = memory_copies.run_on_all
+            memory_copies.run_on_all = self._together
 
     def _together(self, group: Any, work: Callable[[], object]) -> object:
         if self._left:
             self._left -= 1
             return self._real(group, work)
-        memory_copies.together = self._real
+        memory_copies.run_on_all = self._real
         if group.rank in self._done:
             work()
         raise Interrupted

@@ -64,12 +64,12 @@ def moved(world: World, cases: Sequence[Case]) -> list[list[Seen]]:
         found.append([seen(step)])
         for seed in SEEDS:
             after = {
-                layer.ownership: drawn_map(layer.ownership.present, seed * (1 + layer.layer))
+                layer.ownership: drawn_map(layer.ownership.map, seed * (1 + layer.layer))
                 for layer in layers_of(step)
             }
             move_experts(step.optimizer, after)
             for owners, present in after.items():
-                owners.present = present
+                owners.map = present
             found[-1].append(seen(step))
     return found
 
@@ -227,7 +227,7 @@ def told(world: World, cases: Sequence[Case]) -> list[tuple[Told, Told]]:
         step.optimizer.await_all_weights()
         after = {}
         for layer in layers_of(step):
-            present = layer.ownership.present
+            present = layer.ownership.map
             owners = tuple((rank + 1) % case.ep for rank in present.owners)
             after[layer.ownership] = replace(present, owners=owners)
         with recording() as recorder:
@@ -269,7 +269,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, step: TrainStep) -> Kept:
-        return cls(seen(step), [layer.ownership.present.owners for layer in layers_of(step)])
+        return cls(seen(step), [layer.ownership.map.owners for layer in layers_of(step)])
 
 
 def pairs(world: World, cases: Sequence[Case]) -> tuple[list[Kept], list[list[Kept]]]:
@@ -324,7 +324,7 @@ class OneNode:
         self.checkpoint = Checkpoint.open(shutil.copytree(saved, own))
         self._own = own
 
-    def bring(self, checkpoint: Checkpoint, needed: set[str]) -> None:
+    def fetch(self, checkpoint: Checkpoint, needed: set[str]) -> None:
         for path in self._own.glob("*.safetensors"):
             if path.name not in needed:
                 path.unlink()

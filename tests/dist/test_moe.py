@@ -275,7 +275,7 @@ def test_bitwise_where_schedules_differ_with_experts_on_two_ranks() -> None:
 
 
 def choices_made(world: World, case: Case) -> int:
-    with mock.patch.object(routing, "choose", side_effect=routing.choose) as chosen:
+    with mock.patch.object(routing, "route_tokens", side_effect=routing.route_tokens) as chosen:
         run_case(world, case, validate=False)
     return chosen.call_count
 

@@ -115,7 +115,7 @@ def check_main_grads(module: nn.Module, wanted: dict[str, Tensor], sharding: Sha
     for parameter in module.parameters():
         spec, grad = spec_of(parameter), main_grad(parameter)
         assert grad.dtype == torch.float32
-        if spec.partial:
+        if spec.grad_is_partial:
             grad = all_reduce(grad.clone(), sharding.tp)
         padded = torch.zeros(spec.sizes, dtype=torch.int64)
         region = tuple(

@@ -15,7 +15,7 @@ import pytest
 from megapipe.checkpoint import Checkpoint, find_newest
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST, POINTER, REMOVED
-from megapipe.checkpoint.storage import Place, place_of
+from megapipe.checkpoint.storage import StorageLocation, place_of
 from megapipe.testing import World, run_world
 from tests.parity import object_files
 from tests.parity.jobs import Outcome, arguments, tiny
@@ -46,11 +46,11 @@ def store() -> Iterator[ObjectServer]:
         yield server
 
 
-def root_of(store: ObjectServer, name: str) -> Place:
+def root_of(store: ObjectServer, name: str) -> StorageLocation:
     return place_of(store.url(f"runs/{name}"), what="URL")
 
 
-def stored(store: ObjectServer, name: str, step: int) -> Place:
+def stored(store: ObjectServer, name: str, step: int) -> StorageLocation:
     """The checkpoint of a step of a run."""
     root = root_of(store, name)
     return next(root / key.name for key in committed(root) if key.step == step)

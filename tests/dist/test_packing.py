@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megapipe import TrainStep
 from megapipe.config.config import Config
-from megapipe.data.batch import Batches, Source
+from megapipe.data.batch import Batches, SampleSource
 from megapipe.data.dataset import Stream
-from megapipe.data.packing import PackedDataset, Rule, open_packing
-from megapipe.data.supervised import ExampleDataset, left_out
+from megapipe.data.packing import PackedDataset, PackingRule, open_packing
+from megapipe.data.supervised import ExampleDataset, count_too_long
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.distributed.mesh import Grid
@@ -76,13 +76,13 @@ def settings(case: dict[str, Any]) -> Config:
 def batches(folder: Path, *, supervised: bool) -> Batches:
     file = TokenFile(folder / ("examples" if supervised else "documents"))
     stream = Stream.of(file)
-    packing = open_packing(stream, Rule(L, cut=not supervised), folder / "cache")
+    packing = open_packing(stream, PackingRule(L, cut=not supervised), folder / "cache")
     dataset = PackedDataset(file, packing, L, END)
     if supervised:
         dataset = ExampleDataset(stream, packing, L, END, VOCAB)
-        assert left_out(stream, L) == 2
+        assert count_too_long(stream, L) == 2
     assert len(dataset) <= 9
-    source = Source(dataset, lambda draw: draw if draw < len(dataset) else None)
+    source = SampleSource(dataset, lambda draw: draw if draw < len(dataset) else None)
     return Batches([source], vocab_size=VOCAB, mask_document_ends=False, eod=END)
 
 

@@ -19,14 +19,14 @@ from megapipe.distributed import collectives
 from megapipe.distributed.axis import Axis
 from megapipe.experts.map import ExpertMap
 from megapipe.layers.moe import replicas, transfer
-from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.plan.memory import model_memory
 from megapipe.plan.moe.placement import Policy
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
 from megapipe.train.moe import expert_maps
-from megapipe.train.moe.expert_maps import ExpertMaps
+from megapipe.train.moe.expert_maps import ExpertRebalancer
 from tests.parity.cases import LR, SLOW, Rows, validation_rows, validation_samples
 from tests.parity.collective_recorder import recording
 from tests.parity.faults import outcomes_of_faults
@@ -99,13 +99,13 @@ def run_watched(world: World, cases: list[Case]) -> list[tuple[Outcome, list[Cop
 
 @contextmanager
 def watching(taken: list[Copies]) -> Iterator[None]:
-    take = ExpertPlaces.take
+    take = ExpertReplicas.set_map
 
-    def spy(self: ExpertPlaces, after: ExpertMap) -> None:
-        taken.append(after.copies)
+    def spy(self: ExpertReplicas, after: ExpertMap) -> None:
+        taken.append(after.replicas)
         take(self, after)
 
-    with mock.patch.object(ExpertPlaces, "take", spy):
+    with mock.patch.object(ExpertReplicas, "set_map", spy):
         yield
 
 
@@ -142,7 +142,7 @@ GIVEN = [[3], [], [0, 1], []]
 
 def given(node: int) -> Policy:
     """A policy of these copies, if there are so many ranks; else of an expert on each of two."""
-    return lambda present, rows, totals: present.with_copies(
+    return lambda present, rows, totals: present.with_replicas(
         GIVEN if present.ranks == 4 else [[2], [0]]
     )
 
@@ -180,7 +180,7 @@ def decided(world: World, speeds: list[tuple[float, ...]]) -> list[list[ExpertMa
         step = TrainStep(config, layout, world.mesh(case.grid))
         told = [0.0, 0.0, 0.0, 0.0, *(20.0 / (1 + e) for e in range(config.model.moe.experts))]
         step.maps.after_update(0, told * case.layers)
-        found.append([places.present for places in step.maps.places.values()])
+        found.append([places.map for places in step.maps.places.values()])
     return found
 
 
@@ -233,7 +233,7 @@ def run_unread(world: World, cases: list[Case]) -> list[Unread]:
                 if number:
                     held_out = validation_rows(case), validation_samples(case)
                     validation.append(step.evaluate(*held_out).loss)
-        assert any(any(each.present.copies) for each in step.maps.places.values()) == (
+        assert any(any(each.map.replicas) for each in step.maps.places.values()) == (
             case.placement != "static"
         )
         found.append(Unread(losses, validation, own_values(step.optimizer)["model"]))
@@ -295,7 +295,7 @@ def exchanged(found: list[Exchange]) -> Iterator[None]:
 
 
 @contextmanager
-def silent(maps: ExpertMaps) -> Iterator[None]:
+def silent(maps: ExpertRebalancer) -> Iterator[None]:
     """Copies are chosen, and no rank tells another anything for it."""
     decide, chosen = maps.after_update, []
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megapipe import TrainStep
 from megapipe.config.config import Config
-from megapipe.distributed.mesh import Coordinates
+from megapipe.distributed.mesh import MeshCoordinates
 from megapipe.engine.stage import Stage
 from megapipe.experts.map import ExpertMap
 from megapipe.layers.microbatch import MicroBatch
@@ -74,7 +74,7 @@ def _plan_all(given: Stages) -> dict[int, list[Bytes]]:
 def _plan(given: Stages, number: int) -> list[Unit]:
     """Plan the units of a stage on the rank of cp that takes most."""
     config, layout = given.configure()
-    places = [Coordinates(0, 0, index, 0) for index in range(layout.cp)]
+    places = [MeshCoordinates(0, 0, index, 0) for index in range(layout.cp)]
     even = Fraction(1)
     ranks = [
         measure(config, layout, number, rows=given.rows, at=at, imbalance=even) for at in places
@@ -110,7 +110,7 @@ def measure_processes(
             config, layout = given.configure()
             step = TrainStep(config, layout, world.mesh(given.case.grid), document_end=END)
             for places in step.maps.places.values():
-                places.take(places.present.filled())
+                places.set_map(places.map.filled())
             of_case = {}
             for number, expected in of_stages.items():
                 real = _Real(given, config, layout, step, number)
@@ -188,9 +188,9 @@ class _Real:
             found[j]["host"] = sum(live.host_sizes)
         for j in reversed(range(len(mbs))):
             one, rest = found[j], live.bytes - held[j]
-            if stage.recompute and not fused:
+            if stage.recomputes and not fused:
                 with live:
-                    stage.recompute_ahead((0, j))
+                    stage.recompute((0, j))
                 peak(one, "R", rest)
             if not fused:
                 one["held"] = live.bytes - rest
@@ -221,7 +221,7 @@ class _Real:
         if not 0 <= stage < self.layout.stages - 1:
             return []
         spec = self.layout.stage_layers[stage]
-        tensors = self.layout.model.message(spec, self.rows, length)
+        tensors = self.layout.model.output_shape(spec, self.rows, length)
         return [
             torch.full(each.shape, 0.1, dtype=getattr(torch, each.dtype))
             for each in tensors
@@ -231,8 +231,8 @@ class _Real:
     def _microbatches(self) -> Iterator[MicroBatch]:
         layout, start = self.layout, 0
         lengths = layout.local_lengths
-        held = None if layout.cp == 1 else layout.split.held(layout.slice_lengths, self.cp)
-        more: dict[str, Any] = {"held": held, "scale": 0.1}
+        held = None if layout.cp == 1 else layout.split.local(layout.slice_lengths, self.cp)
+        more: dict[str, Any] = {"local_positions": held, "scale": 0.1}
         if len(lengths) > 1:
             more |= {"sequence_length": sum(lengths), "sequence_scratch": Scratch()}
         for length in lengths:

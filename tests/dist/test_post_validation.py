@@ -25,7 +25,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.scaler import LossScaler
 from megapipe.optim.shard import Shard
-from megapipe.optim.state_store import Store
+from megapipe.optim.state_store import StateStore
 from megapipe.plan.measurements import BY_UNITS
 from megapipe.testing import World, WorldError, run_world
 from megapipe.train.moe.routing_state import RoutingState
@@ -299,38 +299,38 @@ def test_steps_that_are_all_plain_are_never_undone() -> None:
 
 def states_are_forgotten() -> AbstractContextManager[Any]:
     """What is undone is the weights alone."""
-    undo = Store.undo
+    undo = StateStore.restore
 
-    def wrong(self: Store) -> None:
+    def wrong(self: StateStore) -> None:
         states = [array.values.clone() for array in self._arrays[1:]]
         undo(self)
         for array, values in zip(self._arrays[1:], states, strict=True):
             array.values.copy_(values)
 
-    return mock.patch.object(Store, "undo", wrong)
+    return mock.patch.object(StateStore, "restore", wrong)
 
 
 def weights_are_forgotten() -> AbstractContextManager[Any]:
     """The weights keep the update that the master weights have lost, until the next."""
-    undo = Store.undo
+    undo = StateStore.restore
 
-    def wrong(self: Store) -> None:
+    def wrong(self: StateStore) -> None:
         weights = self.weights.clone()
         undo(self)
         self.weights.copy_(weights)
 
-    return mock.patch.object(Store, "undo", wrong)
+    return mock.patch.object(StateStore, "restore", wrong)
 
 
 def updates_are_counted_twice() -> AbstractContextManager[Any]:
-    undo = Optimizer.undo
+    undo = Optimizer.restore
 
     def wrong(self: Optimizer) -> None:
         count = self.count
         undo(self)
         self.count = count
 
-    return mock.patch.object(Optimizer, "undo", wrong)
+    return mock.patch.object(Optimizer, "restore", wrong)
 
 
 def the_prefix_is_not_aborted() -> AbstractContextManager[Any]:
@@ -348,11 +348,11 @@ def the_loss_scale_is_not_put_back() -> AbstractContextManager[Any]:
 
 
 def choices_move_nothing_ahead() -> AbstractContextManager[Any]:
-    return mock.patch.object(RoutingState, "move_ahead")
+    return mock.patch.object(RoutingState, "update_speculatively")
 
 
 def choices_are_not_taken_back() -> AbstractContextManager[Any]:
-    return mock.patch.object(RoutingState, "undo")
+    return mock.patch.object(RoutingState, "restore")
 
 
 def choices_that_hold_count_twice() -> AbstractContextManager[Any]:

@@ -17,9 +17,9 @@ from megapipe.engine.names import name_of
 from megapipe.observe.profile import merge
 from megapipe.schedule.generators import build
 from megapipe.schedule.lower import lower
-from megapipe.schedule.program import Do
+from megapipe.schedule.program import ActionKind
 from megapipe.testing import World, run_world
-from megapipe.train.garbage import Garbage
+from megapipe.train.garbage import GCControl
 from tests.parity.jobs import ROOT, arguments, tiny
 from tests.parity.launches import run_forked
 from tests.parity.ranks import Case, Rows, configure
@@ -61,7 +61,7 @@ def test_the_profile_of_a_step_has_every_operation_of_every_rank(tmp_path: Path)
         assert [name for name in seen if name in wanted] == wanted
         assert f"reduce stage {program.rank}" in seen
         assert trace["megapipe"]["place"] == f"pp {program.rank} dp 0 tp 0"
-        assert sum(action.do == Do.COMPUTE for action in program.actions) == 8
+        assert sum(action.do == ActionKind.COMPUTE for action in program.actions) == 8
     assert merge(folder).exists()
     assert {path.name for path in folder.parent.iterdir()} == {folder.name}, "that step alone"
 
@@ -115,7 +115,7 @@ def test_garbage_is_collected_at_its_steps_and_at_no_other_time() -> None:
             self.itself = self
 
     freed = []
-    with Garbage(3) as garbage:
+    with GCControl(3) as garbage:
         assert not gc.isenabled()
         for step in range(1, 8):
             weakref.finalize(Cycle(), freed.append, step)
@@ -125,10 +125,10 @@ def test_garbage_is_collected_at_its_steps_and_at_no_other_time() -> None:
     assert gc.get_freeze_count() == 0
     hidden = Cycle()
     gc.freeze()  # as a process does before it forks
-    with Garbage(3):
+    with GCControl(3):
         assert not any(each is hidden for each in gc.get_objects())
     assert not any(each is hidden for each in gc.get_objects())
     gc.unfreeze()
-    with Garbage(0) as garbage:
+    with GCControl(0) as garbage:
         assert gc.isenabled()
         garbage.after(5)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.optim.shard import Shard
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 from megapipe.testing import World, run_world
 from tests.parity import reference
 from tests.parity.chosen import chosen, evenly
@@ -113,7 +113,9 @@ def sent(world: World, cases: list[Case]) -> list[list[tuple[int, int, bool]]]:
         executor._parts = executor._cut()
 
         def spy(self: Shard, running: Any = running, left: Any = left) -> None:
-            left.append((self.bucket.index, self.bucket.numel, running[-1].do == Do.COMPUTE))
+            left.append(
+                (self.bucket.index, self.bucket.numel, running[-1].do == ActionKind.COMPUTE)
+            )
             START(self)
 
         with mock.patch.object(Shard, "start_reduce", spy):

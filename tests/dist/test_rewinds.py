@@ -14,7 +14,7 @@ import pytest
 
 from megapipe.checkpoint import Checkpoint
 from megapipe.observe.samples import check, read_samples
-from megapipe.train.judge import Unsound
+from megapipe.train.judge import BadStep
 from tests.parity.marks import in_parts
 from tests.parity.poison import Poison
 from tests.parity.stopped_runs import DP, STEPS, TP, Play, assert_same_files, checkpoint, run
@@ -148,8 +148,8 @@ def test_what_cannot_be_mended_ends_a_run_on_all_ranks(tmp_path: Path) -> None:
     )
     for this, ranks in zip(plays, run(tmp_path, *plays, world=2), strict=True):
         kinds, texts = zip(*(rank["error"] for rank in ranks), strict=True)
-        assert set(kinds) == {Unsound}
-        assert Unsound.exit_code == 6
+        assert set(kinds) == {BadStep}
+        assert BadStep.exit_code == 6
         (text,) = set(texts)
         expected = {
             "loss": "step 6: loss nan, gradient norm",

@@ -19,19 +19,19 @@ from torch.utils._pytree import tree_leaves
 from megapipe.assembly.context import make_context
 from megapipe.cli import parse
 from megapipe.config.config import Config
-from megapipe.context.entries import Entry
+from megapipe.context.entries import ScoreRect
 from megapipe.distributed.collectives import all_gather, reduce_scatter, start_all_to_all
-from megapipe.distributed.exchange import Exchange, Letter, start_exchange
+from megapipe.distributed.exchange import PeerMessage, PendingExchange, start_exchange
 from megapipe.distributed.mesh import Grid
 from megapipe.layers import reshard as reshard_module
 from megapipe.layers import ring_attention
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.layers.reshard import reshard
+from megapipe.layers.reshard import ulysses_all_to_all
 from megapipe.layout.context_plan import PASSES, Pass
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.ops.block_attention import CpuFlash, Explicit
+from megapipe.ops.block_attention import CpuFlash, MathTile
 from megapipe.ops.documents import Documents
 from megapipe.ops.scores import PLAIN
 from megapipe.plan.context_choice import Attention, Places, bytes_sent
@@ -163,8 +163,8 @@ def attend(world: World, settings: Sequence[Setting]) -> list[Seen]:
 def attend_once(world: World, setting: Setting) -> Seen:
     layout = setting.layout()
     mesh = world.mesh(Grid(cp=setting.cp))
-    context = make_context(layout, mesh, Explicit() if setting.explicit else CpuFlash())
-    held = layout.split.held([setting.length], mesh.cp.index)
+    context = make_context(layout, mesh, MathTile() if setting.explicit else CpuFlash())
+    held = layout.split.local([setting.length], mesh.cp.index)
     rows = list(held.own)
     q, k, v, grad = (x[rows] for x in full_tensors(setting))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -175,7 +175,9 @@ def attend_once(world: World, setting: Setting) -> Seen:
     phase, number, before = "F", 0, 0
     axis = context.ring.axis
 
-    def spy(sends: Sequence[Letter], receives: Sequence[Letter], on: Any) -> Exchange:
+    def spy(
+        sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], on: Any
+    ) -> PendingExchange:
         nonlocal number
         assert on is axis
         for mine, theirs in ((sends, True), (receives, False)):
@@ -214,7 +216,7 @@ def attend_once(world: World, setting: Setting) -> Seen:
         for of in (all_gather, reduce_scatter, start_all_to_all):
             where = reshard_module if of is start_all_to_all else ring_attention
             spies.enter_context(mock.patch.object(where, of.__name__, noted(of)))
-        mb = MicroBatch(0, 0, 0, held=held, documents=documents_of(setting))
+        mb = MicroBatch(0, 0, 0, local_positions=held, documents=documents_of(setting))
         out = context.attend(*leaves, mb, PLAIN, 0)
         phase, before = "I", number
         grads = torch.autograd.grad(out, leaves, grad)
@@ -354,7 +356,7 @@ def by_parts(world: World) -> list[Any]:
         "megapipe.layers.reshard.start_all_to_all", side_effect=_all_to_all()
     ) as exchanges:
         y = over(own, weight, 0)
-        y = reshard(y, 0, 1, mesh.cp)
+        y = ulysses_all_to_all(y, 0, 1, mesh.cp)
         y = over(y, weight, 1)
         grads = torch.autograd.grad(y, [own, weight], grad.chunk(world.size, 0)[mesh.cp.index])
     return [y.detach().numpy(), *(g.numpy() for g in grads), exchanges.call_count]
@@ -448,9 +450,9 @@ def test_no_storage_above_a_block() -> None:
 def test_no_scores_beyond_a_block() -> None:
     """Row 6.02: a block of the plan is the most that a kernel is given, 1/n of keys and queries."""
     layout = Setting(4).layout()
-    held = layout.split.held([16], 0)
-    rows = ring_attention.Rows(held.blocks, held.blocks)
-    entries: list[Entry] = [
+    held = layout.split.local([16], 0)
+    rows = ring_attention.TileRows(held.blocks, held.blocks)
+    entries: list[ScoreRect] = [
         entry for i in range(4) for j in range(4) for entry in rows.entries(i, j)
     ]
     assert max(e.queries.stop - e.queries.start for e in entries) == 4

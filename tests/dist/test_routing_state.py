@@ -15,10 +15,10 @@ from torch import Tensor
 from megapipe import TrainStep
 from megapipe.config.config import Config
 from megapipe.experts.map import ExpertMap
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
-from megapipe.train.moe.expert_maps import ExpertMaps
+from megapipe.train.moe.expert_maps import ExpertRebalancer
 from megapipe.train.update import Update
 from tests.parity.faults import outcomes_of_faults
 from tests.parity.held_models import held_model
@@ -82,9 +82,9 @@ def trained(world: World, case: Case, numbers: dict[str, Any], poisoned: bool) -
             ]
             layers = (each for module in step.modules.values() for each in module.modules())
             maps = [
-                layer.places.present
+                layer.places.map
                 for layer in layers
-                if isinstance(layer, Experts) and layer.places is not None
+                if isinstance(layer, RoutedExperts) and layer.places is not None
             ]
             bias = result.figures.get("largest_bias")
             seen.append(Seen(result.skipped is not None, kept, bias, maps))
@@ -159,7 +159,7 @@ def decided_where_it_is_skipped(apply: Any) -> Any:
         result = apply(self, step, totals, again)
         if result.skipped is not None:
             for each in self.followers:
-                if isinstance(each, ExpertMaps):
+                if isinstance(each, ExpertRebalancer):
                     each.after_update(step, totals.routing)
         return result
 

@@ -20,7 +20,7 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe.dispatch import Dispatcher
 from megapipe.layers.moe.dispatchers.all_gather import AllGatherDispatcher
 from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.sharding import MoESharding
 from megapipe.layers.moe.specs import Codec, Routing, expert_matrices, of_tokens
 from megapipe.ops.activation import Activate
@@ -122,7 +122,7 @@ def of_one_layer(
         for name, dim in (("up", 1), ("down", 2))
     )
     router = of_tokens("router", (EXPERTS, HIDDEN), 1.0)
-    layer = Experts(sharding, 0, Routing(EXPERTS, 1), NoActivation("none"), router, up, down)
+    layer = RoutedExperts(sharding, 0, Routing(EXPERTS, 1), NoActivation("none"), router, up, down)
     bucket = Bucket(0, list(owned_parameters(layer)), mesh.dp, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for entry in bucket.entries:

@@ -15,9 +15,9 @@ from megapipe import TrainStep
 from megapipe.checkpoint.regions import whole
 from megapipe.distributed.mesh import Axis, Grid
 from megapipe.layers.parameter import LocalParameter
-from megapipe.optim.buffers import Entry
+from megapipe.optim.buffers import ParamRange
 from megapipe.optim.rules import Rule, layerwise, muon
-from megapipe.optim.rules.whole import gather_local, on_whole
+from megapipe.optim.rules.whole import apply_to_full_matrices, gather_local
 from megapipe.testing import World, run_world
 from tests.parity.marks import in_parts
 from tests.parity.optim_rules import (
@@ -94,13 +94,17 @@ def bring_together(world: World) -> None:
     for count in range(len(SHAPES) + 1):
         specs = [spec_of_part(i, tp) for i in range(count)]
         regions = [take_region(m, spec) for m, spec in zip(matrices, specs, strict=False)]
-        found = on_whole(regions, specs, tp, lambda m, _: m * m.max() + m.sum())
+        found = apply_to_full_matrices(regions, specs, tp, lambda m, _: m * m.max() + m.sum())
         assert len(found) == count
         for region, spec, m in zip(found, specs, matrices, strict=False):
             assert region.equal(take_region(m * m.max() + m.sum(), spec))
 
     alone = [spec_of_part(i, Axis.alone()) for i in range(3)]
-    entries = [Entry(alone[0], 1, 25), Entry(alone[1], 25, 73), Entry(alone[2], 80, 128)]
+    entries = [
+        ParamRange(alone[0], 1, 25),
+        ParamRange(alone[1], 25, 73),
+        ParamRange(alone[2], 80, 128),
+    ]
     bucket = torch.arange(200, dtype=torch.float64)
     mine = bucket[50 * tp.index : 50 * (tp.index + 1)]
     own, regions = gather_local(mine, entries, tp)
@@ -128,7 +132,7 @@ def half_matrices(rule: Rule) -> Any:
     def on_parts(regions: Any, specs: Any, tp: Any, function: Any) -> Any:
         return [function(*each) for each in zip(regions, specs, strict=True)]
 
-    return mock.patch.object(muon, "on_whole", on_parts)
+    return mock.patch.object(muon, "apply_to_full_matrices", on_parts)
 
 
 def slices_as_matrices(rule: Rule) -> Any:

@@ -49,7 +49,7 @@ STAGES = {
         "from megapipe.layout.resolve import resolve",
         "from megapipe.assembly.kernels import select_kernels",
         "config, layout = resolve(Config(), 1, None)",
-        "needs = layout.model.kernels",
+        "needs = layout.model.kernel_needs",
         "kernels = select_kernels(config, needs, torch.device('cpu'), torch.float32)",
         "q = torch.randn(1, 4, 8, 16, requires_grad=True)",
         "kernels.attention(q, q, q, 0.0, None).sum().backward()",

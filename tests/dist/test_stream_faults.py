@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapipe.layers.parameter import spec_of
 from megapipe.testing import World, run_world
-from megapipe.train.judge import Unsound
+from megapipe.train.judge import BadStep
 from tests.parity import stale_faults
 from tests.parity.cases import Case, Rows
 from tests.parity.marks import in_parts, selected
@@ -154,7 +154,7 @@ def with_a_gradient_that_is_not_finite(world: World, case: Case, stage: int) -> 
     said = f"gradients of stage {stage} are not finite"
     if late:
         said = rf".*\(gradients of stages {stage}\): not finite"
-    with pytest.raises(Unsound, match=f"step 4: {said}"):
+    with pytest.raises(BadStep, match=f"step 4: {said}"):
         step.train(3 + late, rows)
     assert before["model"]
     same_parts(before, masters())

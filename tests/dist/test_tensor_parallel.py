@@ -68,7 +68,7 @@ def assert_main_grads(module: nn.Module, expected: dict[str, Tensor], sharding: 
     """Each main gradient is its region of the full one, and zero in the padding."""
     for parameter in module.parameters():
         spec, grad = spec_of(parameter), main_grad(parameter)
-        if spec.partial:
+        if spec.grad_is_partial:
             grad = all_reduce(grad.clone(), sharding.tp)
         padded = torch.zeros(spec.sizes, dtype=grad.dtype)
         take_region(expected[spec.name], spec, padded)

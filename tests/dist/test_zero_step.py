@@ -15,7 +15,7 @@ from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
 from megapipe.optim import reduction, shard
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 from megapipe.testing import World, run_world
 from tests.parity.ranks import Case, Rows, configure
 
@@ -95,7 +95,7 @@ def watch(world: World, case: Case) -> Seen:
     ):
         step.train(1, rows)
     lengths = {bucket.index: bucket.numel for bucket in buckets}
-    return Seen(moments, lengths, said, moment(Action(Do.COMPUTE, Kind.W, -1, -1)))
+    return Seen(moments, lengths, said, moment(Action(ActionKind.COMPUTE, Kind.W, -1, -1)))
 
 
 def watch_all(world: World, cases: list[Case]) -> list[Seen]:
@@ -147,11 +147,11 @@ def test_gradients_have_memory_while_they_are_added_to_or_reduced(
         opened: set[int] = set()
         reducing: list[int] = []
         for action, grads, _ in rank.moments:
-            if action.do == Do.OPEN:
+            if action.do == ActionKind.ALLOC_GRADS:
                 while len(reducing) > 1 or action.stage in reducing:
                     reducing.pop(0)
                 opened.add(action.stage)
-            elif action.do == Do.REDUCE:
+            elif action.do == ActionKind.REDUCE:
                 opened.remove(action.stage)
                 reducing.append(action.stage)
             assert len(grads - tied) <= 2
@@ -171,9 +171,9 @@ def test_weights_have_memory_while_they_are_among_the_next(
             continue
         gathered: set[int] = set()
         for action, _, weights in rank.moments:
-            if action.do == Do.UNSHARD:
+            if action.do == ActionKind.UNSHARD:
                 gathered.add(action.stage)
-            elif action.do == Do.RESHARD:
+            elif action.do == ActionKind.RESHARD:
                 gathered.remove(action.stage)
             assert weights - tied == gathered
             assert len(gathered) <= 1 + case.prefetch
@@ -235,7 +235,7 @@ def test_sums_between_shard_groups_begin_with_the_reduction_of_the_next_stage() 
             reduced = [
                 (i, moment.action.stage)
                 for i, moment in enumerate(rank.moments)
-                if moment.action.do == Do.REDUCE
+                if moment.action.do == ActionKind.REDUCE
             ]
             assert [stage for _, stage in reduced] == [2, 1, 0]
             said = {(when, size) for name, size, when in rank.said if name == "start_all_reduce"}
@@ -254,7 +254,7 @@ def order(world: World, case: Case) -> list[str]:
 
     def noting(action: Action, call: Callable[[], None]) -> None:
         call()
-        if action.do == Do.COMPUTE:
+        if action.do == ActionKind.COMPUTE:
             log.append("op")
 
     executor._calls = [

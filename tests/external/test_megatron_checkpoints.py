@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megapipe.convert import adopt
+from megapipe.convert import import_model
 from megapipe.convert.megatron.folder import MegatronFolder
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.testing import run_world
@@ -72,7 +72,7 @@ def test_training_goes_on_at_another_layout(tmp_path: Path) -> None:
     """The loss of the first step at tp 2 x pp 2."""
     run_world(1, save_and_run, "llama", tmp_path, tokens_of(3), Layout(), timeout_s=TIMEOUT_S)
     folder = MegatronFolder.open(tmp_path / "torch_dist")
-    adopt(folder, tmp_path / "new", tokenizer="byte")
+    import_model(folder, tmp_path / "new", tokenizer="byte")
     settings = {k: v for k, v in {**tiny(tmp_path), **BASE}.items() if not k.startswith("model.")}
     argv = [str(tmp_path / "new/config.yaml"), *arguments(settings), "checkpoint.load_only=weights"]
     ranks = run_world(4, first_loss, [*argv, "parallel.tp=2", "parallel.pp=2"], timeout_s=TIMEOUT_S)

@@ -16,7 +16,7 @@ from megapipe.data.dataset import Sample
 from megapipe.data.indices import (
     Blend,
     BlendSizes,
-    Counts,
+    EpochCounts,
     IndexedDataset,
     Request,
     blend_index,
@@ -113,7 +113,7 @@ def test_indices_and_samples(prefix: Path, tmp_path: Path) -> None:
         split = Split.valid if keep_last else Split.train
         request = Request(sequences, sequence_length, wanted, seed, keep_last)
         found = open_indices(file, request, tmp_path / "cache")
-        apart = Counts.of(tokens, sequence_length, wanted, keep_last=keep_last).apart
+        apart = EpochCounts.of(tokens, sequence_length, wanted, keep_last=keep_last).apart
         seen.add(apart is not None)
         ids = np.arange(sequences.start, sequences.stop, dtype=np.int32)
         try:
@@ -156,7 +156,7 @@ def test_the_compiled_sample_index() -> None:
             assert np.array_equal(ours, its)
             wanted = ((epochs * tokens - 1) // sequence_length) or None
             if epochs == 1 and (wanted or not drop_last):
-                counts = Counts.of(tokens, sequence_length, wanted, keep_last=not drop_last)
+                counts = EpochCounts.of(tokens, sequence_length, wanted, keep_last=not drop_last)
                 assert counts.samples == len(its) - 1
 
 

@@ -15,9 +15,9 @@ def install() -> Any:
     import torch
     from torch import Tensor
 
-    from megapipe.ops.block_attention import Explicit
+    from megapipe.ops.block_attention import MathTile
 
-    plain, half = Explicit(), (torch.bfloat16, torch.float16)
+    plain, half = MathTile(), (torch.bfloat16, torch.float16)
     library = torch.library.Library("aten", "IMPL")
 
     def check(*rows: Tensor, dtypes: Any, grouped: bool) -> None:

@@ -206,20 +206,20 @@ def gradients_released_while_they_are_reduced() -> Patch:
 
     def wrong(self: shards.Shard) -> None:
         start(self)
-        self.bucket.close_grads()
+        self.bucket.free_grads()
 
     return mock.patch.object(shards.Shard, "start_reduce", wrong)
 
 
 @seeded(DATA, "writes what NCCL's all_gather .* reads|what it was given was changed")
 def weights_updated_while_they_are_gathered() -> Patch:
-    publish = shards.Shard.publish
+    publish = shards.Shard.start_gather_after_update
 
     def wrong(self: shards.Shard) -> None:
         publish(self)
         self.weights.mul_(1.0)
 
-    return mock.patch.object(shards.Shard, "publish", wrong)
+    return mock.patch.object(shards.Shard, "start_gather_after_update", wrong)
 
 
 @seeded(PIPELINE, "[Tt]imed out|did not end in time", patience_s=3.0)
@@ -295,23 +295,23 @@ def activations_fetched_into_memory_that_is_in_use() -> Patch:
 
 @seeded(STATES, "reads what copy from the host .* has not waited")
 def states_used_before_they_are_here() -> Patch:
-    return leaves_out(states.Copies, "await_mark")
+    return leaves_out(states.CopyStream, "wait_event")
 
 
 @seeded(STATES, "has not waited")
 def copies_that_follow_nothing() -> Patch:
-    return leaves_out(states.Copies, "follow")
+    return leaves_out(states.CopyStream, "wait_compute")
 
 
 @seeded(STATES, "given back while stream|given back while the default stream|has not waited")
 def windows_freed_while_copies_run() -> Patch:
-    return leaves_out(states.Copies, "end")
+    return leaves_out(states.CopyStream, "compute_waits")
 
 
 @seeded(STATES, "some state is nan|the padding is not zero")
 def states_read_before_they_are_back() -> Patch:
     """By the host, as for a checkpoint."""
-    return leaves_out(state_store.Store, "_settle")
+    return leaves_out(state_store.StateStore, "_settle")
 
 
 @seeded(replace(SMALL, offload="host"), "two devices|same device")

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.ops.attention_choice import Attended
-from megapipe.ops.block_attention import BlockKernel
+from megapipe.ops.attention_choice import AttentionShape
+from megapipe.ops.block_attention import TileKernel
 from megapipe.ops.block_choice import check_blocks, check_packs
 from megapipe.ops.block_kernels import Cudnn, Efficient, Flash
 from megapipe.ops.packed_kernels import PackedFlash
-from megapipe.ops.scores import Scores
+from megapipe.ops.scores import ScoreModifiers
 from tests.fake_cuda.world import run_world
 
-KERNELS: list[tuple[BlockKernel, tuple[torch.dtype, ...]]] = [
+KERNELS: list[tuple[TileKernel, tuple[torch.dtype, ...]]] = [
     (Flash(), (torch.bfloat16, torch.float16)),
     (Cudnn(), (torch.bfloat16, torch.float16)),
     (Efficient(), (torch.float32, torch.bfloat16, torch.float16)),
@@ -28,7 +28,7 @@ def check_all(world: Any) -> int:
     for kernel, dtypes in KERNELS:
         for dtype in dtypes:
             for groups in (1, 2, 4):
-                check_blocks(Attended(torch.device("cuda"), dtype, 4, groups, 16, 64), kernel)
+                check_blocks(AttentionShape(torch.device("cuda"), dtype, 4, groups, 16, 64), kernel)
                 checked += 1
     return checked
 
@@ -42,8 +42,8 @@ def check_packed(world: Any) -> int:
     checked = 0
     for dtype in (torch.bfloat16, torch.float16):
         for groups in (1, 2, 4):
-            given = Attended(torch.device("cuda"), dtype, 4, groups, 16, 64)
-            check_packs(replace(given, scores=Scores(scale=groups / 8)), PackedFlash())
+            given = AttentionShape(torch.device("cuda"), dtype, 4, groups, 16, 64)
+            check_packs(replace(given, scores=ScoreModifiers(scale=groups / 8)), PackedFlash())
             checked += 1
     return checked
 

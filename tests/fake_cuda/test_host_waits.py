@@ -11,7 +11,7 @@ import pytest
 
 from megapipe import TrainStep
 from megapipe.engine.executor import Executor
-from megapipe.train.own_times import OwnTimes
+from megapipe.train.own_times import ComputeTimes
 from tests.fake_cuda.world import run_world
 from tests.parity.cases import END, Case, Rows, configure
 from tests.parity.marks import in_parts
@@ -86,7 +86,7 @@ def waits_in_steps(world: Any, cases: list[Case]) -> list[Waits]:
         config, layout = configure(replace(case, steps=4))
         mesh = world.mesh(case.grid, "cuda")
         step, rows = TrainStep(config, layout, mesh, document_end=END), Rows(case)
-        own = OwnTimes(mesh.journal.own_time, mesh.device)
+        own = ComputeTimes(mesh.journal.own_time, mesh.device)
         for i in range(2):
             with own.step():
                 step.train(i, rows)

@@ -79,9 +79,16 @@ def ends_of_documents(world: Any) -> None:
             runs = Documents(ids, near.device, near).runs(s)
         assert not found
         expected = Documents(ids, ids.device).runs(s)
-        assert runs.q_ends.tolist() == expected.q_ends.tolist()
-        assert runs.k_ends.tolist() == expected.k_ends.tolist() == [0, 2, 5, 6, 12, 13, 14, 15, 18]
-        assert (runs.most_q, runs.most_k) == (expected.most_q, expected.most_k)
+        assert runs.cu_seqlens_q.tolist() == expected.cu_seqlens_q.tolist()
+        assert (
+            runs.cu_seqlens_k.tolist()
+            == expected.cu_seqlens_k.tolist()
+            == [0, 2, 5, 6, 12, 13, 14, 15, 18]
+        )
+        assert (runs.max_seqlen_q, runs.max_seqlen_k) == (
+            expected.max_seqlen_q,
+            expected.max_seqlen_k,
+        )
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ def exchange(world: Any) -> dict[str, tuple[str, list[float]]]:
     collectives.start_all_reduce(summed, axis)()
     piece, wait = collectives.start_reduce_scatter(own, axis)
     wait()
-    whole, wait = collectives.start_gathering(own, axis)
+    whole, wait = collectives.start_all_gather_new(own, axis)
     wait()
     swapped, wait = collectives.start_all_to_all(own, axis)
     wait()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.layers.offload import HostMemory
-from megapipe.layers.recompute import Keeping, keep, recompute
+from megapipe.layers.offload import ActivationOffload
+from megapipe.layers.recompute import SavePolicy, recompute, save_all
 from megapipe.testing import run_world
 from tests.parity.ranks import OF_ALL_MODELS, Case, check_case, run_cases
 
@@ -39,8 +39,8 @@ def squares(x: Tensor, times: int, graph_only: bool = False) -> Tensor:
     return x
 
 
-def away(inner: Keeping) -> tuple[HostMemory, Keeping]:
-    host = HostMemory()
+def away(inner: SavePolicy) -> tuple[ActivationOffload, SavePolicy]:
+    host = ActivationOffload()
 
     def offload(part: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
         return host.offload(inner, part, x, *rest)
@@ -48,8 +48,8 @@ def away(inner: Keeping) -> tuple[HostMemory, Keeping]:
     return host, offload  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("inner", [keep, recompute])
-def test_what_is_offloaded_is_not_on_the_device(inner: Keeping) -> None:
+@pytest.mark.parametrize("inner", [save_all, recompute])
+def test_what_is_offloaded_is_not_on_the_device(inner: SavePolicy) -> None:
     _, offload = away(inner)
     leaf = torch.full((SIZE,), 0.9, device="cuda", requires_grad=True)
     torch.cuda.synchronize()
@@ -68,7 +68,7 @@ def test_copies_and_computation_do_not_overtake_each_other() -> None:
     """Several parts in a row, freed memory taken again at once, backwards with prefetching."""
     results = []
     for offloads in (False, True):
-        host, offload = away(keep)
+        host, offload = away(save_all)
         leaf = torch.linspace(0.5, 1.1, SIZE, device="cuda").requires_grad_()
         for _ in range(5):
             host.begin()

@@ -19,13 +19,13 @@ from megapipe.layers.moe.tasks import ExpertsTask
 from megapipe.ops import adam, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
-from megapipe.ops.attention_choice import Attended, candidates, torch_choice
-from megapipe.ops.block_attention import BlockKernel, Explicit, accumulation, merge
+from megapipe.ops.attention_choice import AttentionShape, candidates, torch_choice
+from megapipe.ops.block_attention import MathTile, TileKernel, accumulation, merge
 from megapipe.ops.block_choice import block_candidates, packed_candidates
-from megapipe.ops.documents import Documents, runs_of
+from megapipe.ops.documents import Documents, varlen_lengths
 from megapipe.ops.moe import grouped
-from megapipe.ops.packed_kernels import OneByOne, PackedKernel
-from megapipe.ops.probe import choose
+from megapipe.ops.packed_kernels import OneByOne, PackedTileKernel
+from megapipe.ops.probe import choose_kernel
 from megapipe.testing import run_world
 from tests.parity.ranks import Case, check_case, run_cases
 
@@ -42,7 +42,7 @@ def kernel_of(purpose: str, name: str, offered: list[Any]) -> Any:
     """The kernel after its self-check; skips where its package is missing, or torch is too old for
     it, and only then."""
     try:
-        return choose(purpose, name, offered).kernel
+        return choose_kernel(purpose, name, offered).kernel
     except ConfigError as error:
         if not any(why in str(error) for why in ("is not installed", "has an earlier")):
             raise
@@ -91,11 +91,11 @@ def test_attention(
     name: str, dtype: torch.dtype, s: int, groups: int, with_documents: bool
 ) -> None:
     b, t, heads, d = 2, 1024, 8, 64
-    given = Attended(DEVICE, dtype, heads, groups, d, t, documents=with_documents, cut=s < t)
+    given = AttentionShape(DEVICE, dtype, heads, groups, d, t, documents=with_documents, cut=s < t)
     offered = candidates(given)
     if name in ("flash", "efficient", "cudnn"):
         try:
-            kernel = choose("attention", name, offered).kernel
+            kernel = choose_kernel("attention", name, offered).kernel
         except ConfigError as error:
             pytest.skip(str(error))  # what torch's backend cannot do, torch says
     else:
@@ -112,7 +112,7 @@ def test_attention(
     assert_as_good(run_attention(kernel, inputs, documents), usual, exact)
 
 
-class NarrowFactors(Explicit):
+class NarrowFactors(MathTile):
     """Rounds what fused kernels round: probabilities and gradients of scores, which are factors of
     products with values, queries and keys, and the gradients of the heads of a key before these are
     added up."""
@@ -154,7 +154,7 @@ class NarrowFactors(Explicit):
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-def run_blocks(kernel: BlockKernel, inputs: list[Tensor], s: int) -> list[Tensor]:
+def run_blocks(kernel: TileKernel, inputs: list[Tensor], s: int) -> list[Tensor]:
     """Output, LSE and gradients of a causal block of the last queries, and of one before it."""
     q, k, v, grad = inputs
     own = slice(k.shape[2] - s, None)
@@ -177,9 +177,9 @@ def run_blocks(kernel: BlockKernel, inputs: list[Tensor], s: int) -> list[Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "flash_attn"])
 def test_blocks_of_attention(name: str, dtype: torch.dtype, s: int, groups: int) -> None:
-    given = Attended(DEVICE, dtype, 8, groups, 64, s)
+    given = AttentionShape(DEVICE, dtype, 8, groups, 64, s)
     try:
-        kernel = choose("attention", name, block_candidates(given)).kernel
+        kernel = choose_kernel("attention", name, block_candidates(given)).kernel
     except ConfigError as error:
         if "self-check" in str(error):
             raise
@@ -192,7 +192,7 @@ def test_blocks_of_attention(name: str, dtype: torch.dtype, s: int, groups: int)
         keys = (2, groups, s + 500, 64)
         shapes = [(2, 8, s, 64), keys, keys, (2, 8, s, 64)]
         inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-        exact = run_blocks(Explicit(), [x.double() for x in inputs], s)
+        exact = run_blocks(MathTile(), [x.double() for x in inputs], s)
         usual = run_blocks(NarrowFactors(), inputs, s)
         found = run_blocks(kernel, inputs, s)
         assert_as_good_on_average(found, usual, exact)
@@ -202,11 +202,11 @@ def test_blocks_of_attention(name: str, dtype: torch.dtype, s: int, groups: int)
 
 
 def run_packs(
-    kernel: PackedKernel, inputs: list[Tensor], lengths: list[tuple[int, int]], causal: bool
+    kernel: PackedTileKernel, inputs: list[Tensor], lengths: list[tuple[int, int]], causal: bool
 ) -> list[Tensor]:
     """Output, LSE and gradients, as if each row saw further keys, with values of 0."""
     q, k, v, grad = inputs
-    runs = runs_of(lengths, DEVICE)
+    runs = varlen_lengths(lengths, DEVICE)
     out, lse = kernel.forward(q, k, v, runs, causal, None)
     whole = (out * math.exp(-1 / 4)).to(q.dtype), lse + 1 / 4
     return [out, lse, *kernel.backward(grad, q, k, v, *whole, runs, causal, None)]
@@ -224,33 +224,33 @@ LENGTHS = {
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", ["flash", "flash_attn"])
 def test_many_blocks_at_once(name: str, dtype: torch.dtype, groups: int, which: str) -> None:
-    given = Attended(DEVICE, dtype, 8, groups, 64, 512)
+    given = AttentionShape(DEVICE, dtype, 8, groups, 64, 512)
     blocks = kernel_of("attention", name, block_candidates(given))
-    choice = choose("attention", "auto", packed_candidates(given, blocks))
+    choice = choose_kernel("attention", "auto", packed_candidates(given, blocks))
     assert choice.kernel is not None, choice.warnings
     torch.manual_seed(0)
     lengths = LENGTHS[which]
     rows, keys = (sum(side) for side in zip(*lengths, strict=True))
     shapes = [(rows, 8, 64), (keys, groups, 64), (keys, groups, 64), (rows, 8, 64)]
     inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-    plain, narrow = OneByOne(Explicit()), OneByOne(NarrowFactors())
+    plain, narrow = OneByOne(MathTile()), OneByOne(NarrowFactors())
     exact = run_packs(plain, [x.double() for x in inputs], lengths, which != "full")
     usual = run_packs(narrow, inputs, lengths, which != "full")
     assert_as_good(run_packs(choice.kernel, inputs, lengths, which != "full"), usual, exact)
 
 
 def test_auto_takes_a_fused_kernel_for_blocks() -> None:
-    given = Attended(DEVICE, torch.bfloat16, 32, 8, 128, 4096)
-    assert choose("attention", "auto", block_candidates(given)).name == "flash"
+    given = AttentionShape(DEVICE, torch.bfloat16, 32, 8, 128, 4096)
+    assert choose_kernel("attention", "auto", block_candidates(given)).name == "flash"
 
 
 def test_auto_does_not_fall_back_to_plain_arithmetic() -> None:
-    given = Attended(DEVICE, torch.bfloat16, 16, 16, 128, 4096)
+    given = AttentionShape(DEVICE, torch.bfloat16, 16, 16, 128, 4096)
     assert torch_choice(given) in ("flash", "cudnn")
-    choice = choose("attention", "auto", candidates(given))
+    choice = choose_kernel("attention", "auto", candidates(given))
     assert choice.name == "SDPA"
-    packed = Attended(DEVICE, torch.bfloat16, 16, 16, 128, 4096, documents=True)
-    assert choose("attention", "auto", candidates(packed)).name in ("varlen", "SDPA")
+    packed = AttentionShape(DEVICE, torch.bfloat16, 16, 16, 128, 4096, documents=True)
+    assert choose_kernel("attention", "auto", candidates(packed)).name in ("varlen", "SDPA")
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -314,7 +314,7 @@ def test_the_gate_is_compiled_once_for_any_number_of_rows() -> None:
 @pytest.mark.parametrize("ends", [(2048, 2048, 2049, 4096), (0, 0, 0, 512), (128, 256, 384, 512)])
 def test_products_of_experts(ends: tuple[int, ...]) -> None:
     offered = grouped.candidates(device=DEVICE, dtype=torch.bfloat16, widths=[256, 704])
-    choice = choose("experts", "auto", offered)
+    choice = choose_kernel("experts", "auto", offered)
     assert choice.name == "grouped"
     torch.manual_seed(0)
     for width, length in ((256, 704), (704, 256)):
@@ -423,8 +423,8 @@ def test_what_inductor_makes_is_few_kernels(dtype: torch.dtype) -> None:
     kernel = kernel_of("loss", "inductor", loss.candidates(device=DEVICE, dtype=dtype))
     logits = torch.randn(128, 1000, device=DEVICE, dtype=dtype)
     labels = loss.Labels.of(torch.arange(128, device=DEVICE), 1000, 0, 990)
-    gathered = kernel.shares(logits, labels).unsqueeze(0)
+    gathered = kernel.local_stats(logits, labels).unsqueeze(0)
     weights = torch.ones(128, device=DEVICE)
-    steps = launched(lambda: kernel.shares(logits, labels))
+    steps = launched(lambda: kernel.local_stats(logits, labels))
     steps += launched(lambda: kernel.results(logits, labels, gathered, weights))
     assert steps <= 5

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megapipe.ops.attention_choice import Attended, planned_backend, torch_choice
+from megapipe.ops.attention_choice import AttentionShape, planned_backend, torch_choice
 from megapipe.ops.probe import Unavailable
 from megapipe.plan.cuda_kernels import WORKSPACES
 
@@ -28,7 +28,7 @@ def test_torch_takes_a_backend_where_the_plan_says_so(name: str) -> None:
     for dtype, dim, groups, masked in itertools.product(
         dtypes, (60, 64, 256, 264), (8, 2), (False, True)
     ):
-        given = Attended(torch.device("cuda"), dtype, 8, groups, dim, 256, documents=masked)
+        given = AttentionShape(torch.device("cuda"), dtype, 8, groups, dim, 256, documents=masked)
         found = []
         for choose in (
             lambda given=given: torch_choice(given, name),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.optim.rounding import scratch_bytes
-from megapipe.optim.state_store import MIB, StatePolicy, Store
+from megapipe.optim.state_store import MIB, StatePolicy, StateStore
 
 pytestmark = pytest.mark.gpu
 N = 3 * MIB
@@ -21,7 +21,7 @@ def updated(dtype: torch.dtype, policy: StatePolicy) -> list[Tensor]:
     """Weights and state after three steps of Adam without bias correction."""
     generator = torch.Generator("cuda").manual_seed(1)
     weights = torch.randn(N, generator=generator, device="cuda").to(dtype)
-    store = Store(weights, NAMES, policy)
+    store = StateStore(weights, NAMES, policy)
     for step in range(3):
         grad = torch.randn(N, generator=generator, device="cuda")
         store.begin(step)
@@ -59,7 +59,7 @@ def test_offloaded_state_is_bitwise_that_in_place(
 def test_memory_of_the_device_keeps_to_the_budget() -> None:
     budget = 8 * MIB
     weights = torch.zeros(N, dtype=torch.bfloat16, device="cuda")
-    store = Store(weights, NAMES, StatePolicy(place="host", window_bytes=budget))
+    store = StateStore(weights, NAMES, StatePolicy(place="host", window_bytes=budget))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

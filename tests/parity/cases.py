@@ -13,7 +13,7 @@ from torch import Tensor
 from megapipe.config.config import Config
 from megapipe.config.moe import MoEConfig
 from megapipe.distributed.mesh import Grid
-from megapipe.layout.family import family_of
+from megapipe.layout.family import model_spec_of
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan.measurements import BY_UNITS
@@ -350,7 +350,7 @@ def _coded(config: Config, layout: Layout, codec: str) -> tuple[Config, Layout]:
     roundings, that rows are coded where they should be, and how."""
     experts = config.experts.model_copy(update={"codec": codec})
     config = config.model_copy(update={"experts": experts})
-    return config, replace(layout, model=family_of(config, layout.device))
+    return config, replace(layout, model=model_spec_of(config, layout.device))
 
 
 @functools.lru_cache(maxsize=64)

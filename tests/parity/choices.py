@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.routing import CHOICE
 from megapipe.layers.moe.routing_noise import TokenNoise
 from tests.parity.mixture import Told, choose, dropped_of, experts_of, has_experts
@@ -32,10 +32,10 @@ dropped."""
 @contextmanager
 def recording(found: Callable[[], Found]) -> Iterator[None]:
     """Every choice that a rank makes goes into the list of the moment, once."""
-    choice = Experts.choice
+    choice = RoutedExperts.route
 
     def recorded(
-        self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, sequences: int, *rest: Any
+        self: RoutedExperts, logits: Tensor, p: Tensor, mb: MicroBatch, sequences: int, *rest: Any
     ) -> Any:
         again = self.layer in mb.scratch.by_layer(CHOICE)
         made = choice(self, logits, p, mb, sequences, *rest)
@@ -46,7 +46,7 @@ def recording(found: Callable[[], Found]) -> Iterator[None]:
             found().append((self.layer, numbers, made.experts.cpu().numpy()))
         return made
 
-    with mock.patch.object(Experts, "choice", recorded):
+    with mock.patch.object(RoutedExperts, "route", recorded):
         yield
 
 

@@ -21,19 +21,19 @@ def chosen(pattern: Sequence[Sequence[int]]) -> Iterator[None]:
     def choose(p: Tensor, *_: Any) -> Tensor:
         return torch.tensor(pattern, dtype=torch.int16)[torch.arange(len(p)) % len(pattern)]
 
-    with mock.patch.object(routing, "choose", choose):
+    with mock.patch.object(routing, "route_tokens", choose):
         yield
 
 
 @contextmanager
 def evenly() -> Iterator[None]:
     """The positions of a sequence choose one expert after the other, and are dropped as ever."""
-    choose = routing.choose
+    choose = routing.route_tokens
 
     def in_turn(p: Tensor, given: Routing, sequences: int, *rest: Any) -> Tensor:
         first = torch.arange(len(p)).div(sequences, rounding_mode="floor") * given.top_k
         ranked = (torch.arange(given.experts) - first.unsqueeze(1)) % given.experts
         return choose((1 + given.experts - ranked).to(p.dtype), given, sequences, *rest)
 
-    with mock.patch.object(routing, "choose", in_turn):
+    with mock.patch.object(routing, "route_tokens", in_turn):
         yield

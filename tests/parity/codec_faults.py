@@ -13,7 +13,7 @@ from torch import Tensor
 from megapipe.layers.moe import experts, row_codec
 from megapipe.layers.moe.dispatch import Combine, Dispatch
 from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatch, _Rows
-from megapipe.layers.moe.row_codec import CODECS, UNCODED, Stepped
+from megapipe.layers.moe.row_codec import CODECS, UNCODED, Int8Codec
 from megapipe.layers.moe.transfer import AllToAll, Transfer
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
@@ -56,32 +56,32 @@ def rows_that_stay_are_not_coded() -> Patch:
 
 
 def one_step_for_all_rows() -> Patch:
-    coded = Stepped.coded
+    coded = Int8Codec.encode
 
-    def wrong(self: Stepped, rows: Tensor) -> Tensor:
+    def wrong(self: Int8Codec, rows: Tensor) -> Tensor:
         if not len(rows):
             return coded(self, rows)
         line = coded(self, rows.reshape(1, -1))
         steps, step = line[:, : rows.numel()], line[:, rows.numel() :]
         return torch.cat((steps.view(rows.shape), step.expand(len(rows), -1)), -1)
 
-    return mock.patch.object(Stepped, "coded", wrong)
+    return mock.patch.object(Int8Codec, "encode", wrong)
 
 
 def values_are_cut_off() -> Patch:
     """And not rounded to the nearest."""
-    coded = Stepped.coded
+    coded = Int8Codec.encode
 
-    def wrong(self: Stepped, rows: Tensor) -> Tensor:
+    def wrong(self: Int8Codec, rows: Tensor) -> Tensor:
         with mock.patch.object(torch.Tensor, "round", torch.Tensor.trunc):
             return coded(self, rows)
 
-    return mock.patch.object(row_codec.Stepped, "coded", wrong)
+    return mock.patch.object(row_codec.Int8Codec, "encode", wrong)
 
 
 def weights_are_coded() -> Patch:
     def wrong(self: AllToAllDispatch, values: Tensor) -> _Rows:
-        return _Rows(self, lambda part: self.rows.of_choices(values, part), CODECS["bf16"])
+        return _Rows(self, lambda part: self.rows.permute_weights(values, part), CODECS["bf16"])
 
     return mock.patch.object(AllToAllDispatch, "dispatch_weights", wrong)
 

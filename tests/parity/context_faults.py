@@ -13,18 +13,18 @@ from torch import Tensor
 
 from megapipe.context import entries as entries_of
 from megapipe.context.documents import within_documents
-from megapipe.context.entries import Entry
+from megapipe.context.entries import ScoreRect
 from megapipe.context.positions import Positions
 from megapipe.distributed.axis import Axis
 from megapipe.layers import block_calls, reshard, ring_attention
-from megapipe.layers.context import Context
+from megapipe.layers.context import ContextAttention
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout import buckets
 from megapipe.layout.layout import Layout
 from megapipe.model.gpt import stage as gpt_stage
 from megapipe.ops import score_blocks
 from megapipe.ops.block_attention import CpuFlash
-from megapipe.ops.scores import Scores
+from megapipe.ops.scores import ScoreModifiers
 from megapipe.optim.optimizer import Optimizer
 from megapipe.train.feed import Feed
 from tests.parity.faults import Patch
@@ -49,7 +49,9 @@ def rotary_by_local_row() -> Patch:
 
 
 def learned_positions_by_local_row() -> Patch:
-    return mock.patch.object(MicroBatch, "here", lambda mb, rows: Positions.whole(rows, mb.start))
+    return mock.patch.object(
+        MicroBatch, "positions_of", lambda mb, rows: Positions.whole(rows, mb.start)
+    )
 
 
 def labels_from_the_local_neighbour() -> Patch:
@@ -66,7 +68,7 @@ def labels_from_the_local_neighbour() -> Patch:
 
 
 def documents_by_local_row() -> Patch:
-    def wrong(found: Any, q: Positions, k: Positions, ids: Any) -> Iterator[Entry]:
+    def wrong(found: Any, q: Positions, k: Positions, ids: Any) -> Iterator[ScoreRect]:
         rows = Positions.whole(q.count), Positions.whole(k.count)
         return within_documents(found, *rows, ids)
 
@@ -147,17 +149,17 @@ def causal_where_strictly_causal() -> Iterator[None]:
     """In striped order, of keys that are after the query of their row."""
     right = entries_of._striped
 
-    def wrong(queries: Positions, keys: Positions) -> tuple[Entry, ...]:
+    def wrong(queries: Positions, keys: Positions) -> tuple[ScoreRect, ...]:
         (q,) = queries.runs
         whole = slice(0, q.length)
-        return (Entry(whole, whole, causal=True),) if right(queries, keys) else ()
+        return (ScoreRect(whole, whole, causal=True),) if right(queries, keys) else ()
 
-    entries_of.entries.cache_clear()
+    entries_of.score_rects.cache_clear()
     try:
         with mock.patch.object(entries_of, "_striped", wrong):
             yield
     finally:
-        entries_of.entries.cache_clear()
+        entries_of.score_rects.cache_clear()
 
 
 def heads_in_the_wrong_order() -> Patch:
@@ -173,14 +175,14 @@ def heads_in_the_wrong_order() -> Patch:
 
 
 def gradients_of_copied_key_heads_not_added() -> Patch:
-    def wrong(self: Context, x: Tensor) -> Tensor:
+    def wrong(self: ContextAttention, x: Tensor) -> Tensor:
         copies = self.ulysses.size // x.shape[2]
         if copies < 2:
             return x
         rest = x.detach()
         return torch.stack([x, *[rest] * (copies - 1)], 3).flatten(2, 3)
 
-    return mock.patch.object(Context, "_enough", wrong)
+    return mock.patch.object(ContextAttention, "_enough", wrong)
 
 
 def tokens_counted_over_dp_only() -> Patch:
@@ -236,12 +238,12 @@ def distances_by_local_row() -> Patch:
 
 
 def slopes_of_the_first_heads() -> Patch:
-    right = Scores.of_heads
+    right = ScoreModifiers.of_heads
 
-    def wrong(self: Scores, index: int, parts: int) -> Scores:
+    def wrong(self: ScoreModifiers, index: int, parts: int) -> ScoreModifiers:
         return right(self, 0, parts)
 
-    return mock.patch.object(Scores, "of_heads", wrong)
+    return mock.patch.object(ScoreModifiers, "of_heads", wrong)
 
 
 FAULTS: dict[Callable[[], Patch], Case] = {

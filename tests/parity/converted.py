@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, save, whole
+from megapipe.checkpoint import Checkpoint, Meta, Piece, SingleProcess, save, whole
 from megapipe.cli import flatten
 from megapipe.config.config import Config, TrainConfig
 from megapipe.config.data import DataConfig
@@ -39,7 +39,7 @@ def write_checkpoint(
             Piece(f"model/{n}", tuple(t.shape), whole(tuple(t.shape)), t) for n, t in params.items()
         ],
         meta=Meta(run_id="test", layout={}, coordinates={}, config=flatten(config)),
-        group=Alone(),
+        group=SingleProcess(),
     )
     return Checkpoint.open(path)
 

@@ -45,7 +45,9 @@ def results_of_chunks_come_home_in_reverse() -> Patch:
 
     def wrong(self: Combine) -> Tensor:
         chunks = self._dispatch.plan.chunks
-        parts = arrived(self).split([chunk.own.stop - chunk.own.start for chunk in chunks])
+        parts = arrived(self).split(
+            [chunk.token_rows.stop - chunk.token_rows.start for chunk in chunks]
+        )
         return torch.cat(parts[::-1])
 
     return mock.patch.object(Combine, "wait", wrong)

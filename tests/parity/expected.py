@@ -217,7 +217,7 @@ def travel_rounding(case: Case, *, experts: bool = False) -> float:
     back: one rounding or three.
     """
     main = "fp64" if case.dtype == "fp64" else "fp32"
-    copies = case.grid.copies(over_ep=experts)
+    copies = case.grid.num_replicas(over_ep=experts)
     held = has_holders(case) and not case.in_process
     summed = copies > 1 or held if experts else case.replicated
     if case.reduce_dtype in (None, main) or not summed:

@@ -6,20 +6,20 @@ from collections.abc import Iterable
 from itertools import chain
 
 from megapipe.config.model import ModelConfig
-from megapipe.layers.specs import held_numel
-from megapipe.model.gpt.family import GPT
-from megapipe.model.interface import Conditions
+from megapipe.layers.specs import local_numel_total
+from megapipe.model.gpt.family import GPTSpec
+from megapipe.model.interface import RunShape
 from megapipe.model.partition import StageSpec
 
 
-def gpt(model: ModelConfig, *, tp: int = 1) -> GPT:
+def gpt(model: ModelConfig, *, tp: int = 1) -> GPTSpec:
     """The family of a resolved model."""
-    return GPT(model, Conditions(model.max_positions or 1, microbatch=1, tp=tp))
+    return GPTSpec(model, RunShape(model.max_positions or 1, microbatch=1, tp=tp))
 
 
 def token_flops(model: ModelConfig, length: int) -> int:
     """FLOPs of training on one token of sequences of `length`."""
-    return GPT(model, Conditions(length, microbatch=1)).token_flops()
+    return GPTSpec(model, RunShape(length, microbatch=1)).token_flops()
 
 
 def kernel_flops(model: ModelConfig, length: int) -> int:
@@ -37,9 +37,9 @@ def shapes_of(model: ModelConfig, stage: StageSpec | None = None) -> dict[str, t
 
 def count(model: ModelConfig, stage: StageSpec | None = None) -> int:
     """Parameters of a stage, by default of the model."""
-    return gpt(model).count(stage)
+    return gpt(model).num_parameters(stage)
 
 
 def count_held(model: ModelConfig, stages: Iterable[StageSpec], tp: int) -> int:
     """Parameters that one tensor-parallel rank keeps for `stages`."""
-    return held_numel(chain.from_iterable(map(gpt(model).parameters, stages)), tp)
+    return local_numel_total(chain.from_iterable(map(gpt(model).parameters, stages)), tp)

@@ -21,8 +21,8 @@ from megapipe.engine import channels
 from megapipe.engine.executor import Executor
 from megapipe.engine.stage import Key, Stage
 from megapipe.layers import kv_cache, linear, lora
-from megapipe.layers.linear import ColumnParallelLinear, on_every_rank
-from megapipe.layers.lora_specs import Rows
+from megapipe.layers.linear import ColumnParallelLinear, replicated_linear
+from megapipe.layers.lora_specs import RowSlice
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.specs import ParameterSpec
@@ -32,13 +32,13 @@ from megapipe.model.gpt.stage import GPTStage
 from megapipe.ops import attention
 from megapipe.optim import buffers
 from megapipe.optim import shard as shards
-from megapipe.optim.departure import Departure
+from megapipe.optim.departure import BucketLauncher
 from megapipe.optim.optimizer import Optimizer
-from megapipe.optim.rules.rule import Part, Range, Rule
+from megapipe.optim.rules.rule import Range, Rule, StateSlice
 from megapipe.optim.shard import Shard
 from megapipe.schedule.ir import Schedule
 from megapipe.testing import World, run_world
-from megapipe.train.feed import Counted, Feed
+from megapipe.train.feed import Feed, LocalTokens
 from megapipe.train.step.own_totals import StepTotals
 from tests.parity.ranks import Case, Outcome, run_case
 
@@ -60,7 +60,7 @@ def scaled(module: Any, name: str, factor: float) -> Patch:
 
 
 def tied_uses_not_added() -> Patch:
-    return mock.patch.object(buffers.Bucket, "add_uses")
+    return mock.patch.object(buffers.Bucket, "sum_tied_grads")
 
 
 def tied_gradient_not_reduced_over_its_holders() -> Patch:
@@ -77,7 +77,7 @@ def replicated_parameters_counted_on_every_tp_rank() -> Patch:
     square = Shard.own_square
 
     def wrong(self: Shard) -> Tensor:
-        every = [segment._replace(counted=True) for segment in self.segments]
+        every = [segment._replace(is_primary=True) for segment in self.segments]
         with mock.patch.object(self, "segments", every):
             return square(self)
 
@@ -222,7 +222,7 @@ def recomputed_with_other_random_numbers() -> Patch:
         x, mb = self._inputs.pop(key)
         self._build(key, x, replace(mb, seed=mb.seed + 1))
 
-    return mock.patch.object(Stage, "recompute_ahead", wrong)
+    return mock.patch.object(Stage, "recompute", wrong)
 
 
 def replicated_gradients_not_reduced_between_holders() -> Patch:
@@ -238,7 +238,7 @@ def replicated_stage_has_a_bucket_of_each_holder_s_own() -> Patch:
 def loss_of_one_holder_of_the_last_stage_only() -> Patch:
     own_loss = StepTotals.own_loss
 
-    def wrong(self: StepTotals, tokens: Counted) -> tuple[Tensor, Counted]:
+    def wrong(self: StepTotals, tokens: LocalTokens) -> tuple[Tensor, LocalTokens]:
         machine = self._machine
         if machine.last is not None and machine.mesh.pp.index > 0:
             machine.last.loss_sums.clear()
@@ -268,7 +268,7 @@ def clipped_by_the_local_norm() -> Patch:
 def norms_and_biases_decay() -> Patch:
     parts = Rule.parts
 
-    def wrong(self: Rule, shard: Shard, ranges: Iterable[Range]) -> Iterator[Part]:
+    def wrong(self: Rule, shard: Shard, ranges: Iterable[Range]) -> Iterator[StateSlice]:
         return parts(self, shard, [each._replace(decay=True) for each in ranges])
 
     return mock.patch.object(Rule, "parts", wrong)
@@ -276,19 +276,19 @@ def norms_and_biases_decay() -> Patch:
 
 def gradients_leave_before_those_that_are_put_off() -> Patch:
     """A piece of a stage leaves while a weight gradient of it waits for the next collective."""
-    came = Departure.came
+    came = BucketLauncher.gradient_ready
     return mock.patch.object(
-        Departure, "came", lambda self, parameter, _: came(self, parameter, ())
+        BucketLauncher, "gradient_ready", lambda self, parameter, _: came(self, parameter, ())
     )
 
 
 def gradients_leave_a_piece_too_early() -> Patch:
     """When the first of their own has come in."""
 
-    def wrong(self: Departure, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
+    def wrong(self: BucketLauncher, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
         self._send(self._place.get(spec_of(parameter).name, 0) + 1)
 
-    return mock.patch.object(Departure, "came", wrong)
+    return mock.patch.object(BucketLauncher, "gradient_ready", wrong)
 
 
 def updated_weights_not_gathered() -> Patch:
@@ -302,7 +302,7 @@ def positions_start_at_zero_on_every_sequence_shard() -> Patch:
 
 
 def positions_start_at_zero_in_every_slice() -> Patch:
-    return mock.patch.object(MicroBatch, "here", lambda _, rows: Positions.whole(rows))
+    return mock.patch.object(MicroBatch, "positions_of", lambda _, rows: Positions.whole(rows))
 
 
 def a_slice_attends_as_if_it_were_the_first() -> Patch:
@@ -323,7 +323,7 @@ def recomputed_from_a_stale_input() -> Patch:
         self.stale = inputs  # type: ignore[attr-defined]
         self._build(key, *stale)
 
-    return mock.patch.object(Stage, "recompute_ahead", wrong)
+    return mock.patch.object(Stage, "recompute", wrong)
 
 
 def column_input_gradient_not_reduced() -> Patch:
@@ -362,18 +362,18 @@ def replicated_adapter_gradients_summed_over_tp() -> Patch:
     """A matrix that every tp rank holds whole, with its whole gradient, counts tp times."""
 
     def wrong(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
-        return on_every_rank(sharding, replace(spec, heads_partial=True))
+        return replicated_linear(sharding, replace(spec, heads_partial=True))
 
-    return mock.patch.object(lora, "on_every_rank", wrong)
+    return mock.patch.object(lora, "replicated_linear", wrong)
 
 
 def replicated_adapter_gradients_of_one_sequence_shard() -> Patch:
     """What covers the positions of one tp rank is taken for all of it."""
 
     def wrong(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
-        return on_every_rank(sharding, replace(spec, sequence_partial=False))
+        return replicated_linear(sharding, replace(spec, sequence_partial=False))
 
-    return mock.patch.object(lora, "on_every_rank", wrong)
+    return mock.patch.object(lora, "replicated_linear", wrong)
 
 
 def adapters_of_one_tp_rank_left_out_of_the_norm() -> Patch:
@@ -396,7 +396,7 @@ def adapters_not_scaled() -> Patch:
 def adapter_of_keys_added_to_values() -> Patch:
     part = lora._part
 
-    def wrong(y: Tensor, rows: Rows) -> Tensor:
+    def wrong(y: Tensor, rows: RowSlice) -> Tensor:
         is_of_keys = rows.start == 1 and rows.shape[1] == 3
         return part(y, rows._replace(start=2, stop=3) if is_of_keys else rows)
 

@@ -27,7 +27,7 @@ def first_loss(world: World, argv: list[str]) -> tuple[float, list[np.ndarray[An
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(parse(argv).config, world.size, tokenizer.vocab_size)
     mesh = world.mesh(
-        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.ep_sizes, layout.node)
+        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.ep_sizes, layout.ranks_per_node)
     )
     with StopRequest() as stop:
         trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)

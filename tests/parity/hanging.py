@@ -72,7 +72,7 @@ def run_or_hang(self, *parts):
         due = self.train and self.journal.words[STEP] == fault["step"]
         if here and due and not fault["hook"] and index == fault["action"] % len(self._calls):
             hang()
-        self.journal.does(name)
+        self.journal.set_activity(name)
         call()
 Executor._run = run_or_hang
 

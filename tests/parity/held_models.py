@@ -14,7 +14,7 @@ from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.inference import Model, Source
+from megapipe.inference import Model, ModelInfo
 
 BYTES = load_tokenizer("byte")
 
@@ -46,7 +46,7 @@ def held_model(
     **data: Any,
 ) -> Model:
     """A resolved model that reads bytes; `data` are keys of how its run has read texts."""
-    source = Source(
+    source = ModelInfo(
         model=model,
         lora=None,
         tokenizer=BYTES,

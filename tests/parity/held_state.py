@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe import TrainStep
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.specs import bias_name, counts_name
 from megapipe.layers.parameter import LocalParameter, spec_of
 from tests.parity.naive_reader import BITS, Array, Global, in_type
@@ -62,7 +62,7 @@ def _states(step: TrainStep) -> Iterator[Held]:
 def _weights(step: TrainStep) -> Iterator[Held]:
     for stage, module in step.modules.items():
         step.optimizer.unshard(stage)
-        step.optimizer.await_weights(stage)
+        step.optimizer.wait_weights(stage)
         for parameter in module.parameters():
             yield _held("model", spec_of(parameter), 0, parameter.detach(), "weight")
         step.optimizer.reshard(stage)
@@ -75,9 +75,9 @@ def _of_routers(step: TrainStep) -> Iterator[Held]:
         yield _whole(piece.name, piece.tensor, "own")
     layers = [layer for module in step.modules.values() for layer in module.modules()]
     for layer in layers:
-        if isinstance(layer, Experts) and layer.bias is not None:
+        if isinstance(layer, RoutedExperts) and layer.bias is not None:
             yield _whole(bias_name(layer.layer), layer.bias, "weight")
-        if isinstance(layer, Experts) and layer.last is not None:
+        if isinstance(layer, RoutedExperts) and layer.last is not None:
             yield _whole(counts_name(layer.layer, layer.routing.first_only), layer.last[0], "state")
 
 
@@ -94,7 +94,7 @@ def _held(kind: str, spec: LocalParameter, start: int, values: Tensor, what: str
     bits = bits.view(BITS[dtype])
     along = [tuple(range(o, o + n)) for o, n in zip(spec.offsets, spec.sizes, strict=True)]
     if spec.owners is not None:
-        along[0] = tuple(spec.owners.present.owned(spec.owners.rank))
+        along[0] = tuple(spec.owners.map.owned(spec.owners.rank))
     return Held(f"{kind}/{spec.name}", dtype, tuple(along), start, bits, what)
 
 

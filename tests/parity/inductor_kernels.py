@@ -8,13 +8,14 @@ import torch
 
 from megapipe.ops import loss, rotary, swiglu
 from megapipe.ops.moe import rows
-from megapipe.ops.probe import Choice, choose
+from megapipe.ops.probe import KernelChoice, choose_kernel
 
 
-def chosen(dtype: torch.dtype) -> list[Choice[Any]]:
+def chosen(dtype: torch.dtype) -> list[KernelChoice[Any]]:
     """inductor's kernels, which have passed their self-checks."""
     purposes = {"loss": loss, "rotary": rotary, "swiglu": swiglu, "rows": rows}
     given: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype}
     return [
-        choose(name, "inductor", module.candidates(**given)) for name, module in purposes.items()
+        choose_kernel(name, "inductor", module.candidates(**given))
+        for name, module in purposes.items()
     ]

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from megapipe.experts.map import ExpertMap
-from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.optim.moe import migration
 from megapipe.optim.state_store import MASTER
 from megapipe.testing import World
@@ -38,35 +38,35 @@ def masters_left_behind() -> Patch:
 
 
 def rows_go_to_the_owners_before() -> Patch:
-    take = ExpertPlaces.take
+    take = ExpertReplicas.set_map
 
-    def wrong(self: ExpertPlaces, after: ExpertMap) -> None:
+    def wrong(self: ExpertReplicas, after: ExpertMap) -> None:
         before = self._places
         take(self, after)
         self._places = before
 
-    return mock.patch.object(ExpertPlaces, "take", wrong)
+    return mock.patch.object(ExpertReplicas, "set_map", wrong)
 
 
 def owners_that_parameters_are_not_told() -> Patch:
-    take = ExpertPlaces.take
+    take = ExpertReplicas.set_map
 
-    def wrong(self: ExpertPlaces, after: ExpertMap) -> None:
-        before = self.owners.present
+    def wrong(self: ExpertReplicas, after: ExpertMap) -> None:
+        before = self.owners.map
         take(self, after)
-        self.owners.present = before
+        self.owners.map = before
 
-    return mock.patch.object(ExpertPlaces, "take", wrong)
+    return mock.patch.object(ExpertReplicas, "set_map", wrong)
 
 
 def values_that_stay_where_a_rank_had_others() -> Patch:
     """What comes from other ranks arrives; what changes its place on a rank does not."""
-    ways = migration.ways
+    ways = migration.expert_moves
 
-    def wrong(*given: Any) -> list[migration.Way]:
+    def wrong(*given: Any) -> list[migration.ExpertMove]:
         return [way for way in ways(*given) if way.giver != way.taker]
 
-    return mock.patch.object(migration, "ways", wrong)
+    return mock.patch.object(migration, "expert_moves", wrong)
 
 
 FAULTS = (

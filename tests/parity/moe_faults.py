@@ -16,10 +16,10 @@ from megapipe.layers.moe import experts, routing
 from megapipe.layers.moe.dispatch import Combine
 from megapipe.layers.moe.dispatchers import all_to_all
 from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatch
-from megapipe.layers.moe.experts import Experts
-from megapipe.layers.moe.permutation import Rows
-from megapipe.layers.moe.routing import Chosen
-from megapipe.layers.moe.slice_state import EarlierSlices
+from megapipe.layers.moe.experts import RoutedExperts
+from megapipe.layers.moe.permutation import Permutation
+from megapipe.layers.moe.routing import RoutingResult
+from megapipe.layers.moe.slice_state import SliceRoutingState
 from megapipe.layers.moe.specs import Routing
 from megapipe.layers.moe.tasks import ExpertsTask
 from megapipe.layers.moe.token_shards import TokenShards
@@ -27,7 +27,7 @@ from megapipe.layers.moe.weights import ExpertWeights
 from megapipe.layers.parameter import spec_of
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout import buckets
-from megapipe.model.gpt.moe.mixture import Mixture
+from megapipe.model.gpt.moe.mixture import MoELayer
 from megapipe.ops.moe.grouped import each_expert
 from megapipe.optim.buffers import Bucket
 from megapipe.optim.rules import layerwise, muon
@@ -58,33 +58,35 @@ def gradient_through_the_weights_dropped() -> Patch:
     def wrong(grad: Tensor, p: Tensor, ids: Tensor, routing: Routing) -> Tensor:
         return torch.zeros_like(p)
 
-    return mock.patch.object(routing, "weights_grad", wrong)
+    return mock.patch.object(routing, "score_grad", wrong)
 
 
 def weights_renormalised_after_dropping() -> Patch:
-    add_up = Rows.add_up
+    add_up = Permutation.unpermute
 
-    def wrong(self: Rows, *rest: Any) -> Tensor:
+    def wrong(self: Permutation, *rest: Any) -> Tensor:
         total = add_up(self, *rest)
-        here = (self.slots < self.total).sum(1, keepdim=True).clamp(min=1)
-        return total * (self.slots.shape[1] / here)
+        here = (self.row_of_choice < self.num_rows).sum(1, keepdim=True).clamp(min=1)
+        return total * (self.row_of_choice.shape[1] / here)
 
-    return mock.patch.object(Rows, "add_up", wrong)
+    return mock.patch.object(Permutation, "unpermute", wrong)
 
 
 def dropped_choices_take_the_last_row() -> Patch:
-    of = Rows.of.__func__  # type: ignore[attr-defined]
+    of = Permutation.of.__func__  # type: ignore[attr-defined]
 
-    def wrong(choice: Tensor, *numbers: int) -> Rows:
-        rows: Rows = of(Rows, choice, *numbers)
-        return rows._replace(slots=rows.slots.clamp(max=rows.total - 1))
+    def wrong(choice: Tensor, *numbers: int) -> Permutation:
+        rows: Permutation = of(Permutation, choice, *numbers)
+        return rows._replace(row_of_choice=rows.row_of_choice.clamp(max=rows.num_rows - 1))
 
-    return mock.patch.object(Rows, "of", wrong)
+    return mock.patch.object(Permutation, "of", wrong)
 
 
 def places_counted_over_all_sequences() -> Patch:
-    choose = routing.choose
-    return mock.patch.object(routing, "choose", lambda p, how, _, *given: choose(p, how, 1, *given))
+    choose = routing.route_tokens
+    return mock.patch.object(
+        routing, "route_tokens", lambda p, how, _, *given: choose(p, how, 1, *given)
+    )
 
 
 def second_choices_go_before_first_ones() -> Patch:
@@ -100,7 +102,7 @@ def dropped_choices_counted_for_the_first_expert() -> Patch:
     def wrong(choice: Tensor) -> Tensor:
         return torch.where(choice < 0, 0, choice).long()
 
-    return mock.patch.object(routing, "experts_of", wrong)
+    return mock.patch.object(routing, "decode_choices", wrong)
 
 
 def _in_units(factor: Callable[[Feed, int], float]) -> Patch:
@@ -133,19 +135,21 @@ def balance_by_unmasked_positions() -> Patch:
 
 
 def balance_of_each_micro_batch_instead_of_each_sequence() -> Patch:
-    of = experts.Experts.__init__
+    of = experts.RoutedExperts.__init__
 
-    def wrong(self: Experts, *args: Any) -> None:
+    def wrong(self: RoutedExperts, *args: Any) -> None:
         of(self, *args)
         self.routing = replace(self.routing, scope="microbatch")
 
-    return mock.patch.object(Experts, "__init__", wrong)
+    return mock.patch.object(RoutedExperts, "__init__", wrong)
 
 
 def counted_again_where_it_is_run_again() -> Patch:
-    choice = Experts.choice
+    choice = RoutedExperts.route
 
-    def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Chosen:
+    def wrong(
+        self: RoutedExperts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any
+    ) -> RoutingResult:
         loads, choices = (mb.scratch.by_layer(key) for key in (routing.LOAD, routing.CHOICE))
         before = loads.pop(self.layer, None)
         known = choices.pop(self.layer, None)
@@ -156,19 +160,21 @@ def counted_again_where_it_is_run_again() -> Patch:
             choices.pop(self.layer, None)
         return found
 
-    return mock.patch.object(Experts, "choice", wrong)
+    return mock.patch.object(RoutedExperts, "route", wrong)
 
 
 def another_choice_where_it_is_run_again() -> Patch:
-    choice = Experts.choice
+    choice = RoutedExperts.route
 
-    def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Chosen:
+    def wrong(
+        self: RoutedExperts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any
+    ) -> RoutingResult:
         again = self.layer in mb.scratch.by_layer(routing.CHOICE)
         found = choice(self, logits, p, mb, *rest)
         others = (found.experts + 1) % self.routing.experts
         return found._replace(experts=others) if again else found
 
-    return mock.patch.object(Experts, "choice", wrong)
+    return mock.patch.object(RoutedExperts, "route", wrong)
 
 
 def gradient_of_an_expert_overwritten() -> Patch:
@@ -184,12 +190,12 @@ def gradient_of_an_expert_overwritten() -> Patch:
 
 def biases_of_experts_not_weighted() -> Patch:
     def wrong(
-        self: Experts, of: ExpertWeights, ends: Sequence[int], inner: Tensor, weight: Tensor
+        self: RoutedExperts, of: ExpertWeights, ends: Sequence[int], inner: Tensor, weight: Tensor
     ) -> Tensor:
         return narrow(self, of, ends, inner, torch.ones_like(weight))
 
-    narrow = Experts.narrow
-    return mock.patch.object(Experts, "narrow", wrong)
+    narrow = RoutedExperts.down_projection
+    return mock.patch.object(RoutedExperts, "down_projection", wrong)
 
 
 def gradients_of_biases_not_weighted() -> Patch:
@@ -203,15 +209,15 @@ def gradients_of_biases_not_weighted() -> Patch:
 
 
 def a_gate_that_is_not_trained() -> Patch:
-    forward = Mixture.forward
+    forward = MoELayer.forward
 
-    def wrong(self: Mixture, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
+    def wrong(self: MoELayer, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
         gate = self.gate
         assert gate is not None
         with mock.patch.object(gate, "forward", lambda x: type(gate).forward(gate, x).detach()):
             return forward(self, x, mb, graph_only)
 
-    return mock.patch.object(Mixture, "forward", wrong)
+    return mock.patch.object(MoELayer, "forward", wrong)
 
 
 def loads_of_one_micro_batch_only() -> Patch:
@@ -326,13 +332,13 @@ def gradient_of_the_weights_of_others_lost() -> Patch:
 
 
 def bias_added_by_all_who_share_an_expert() -> Patch:
-    of = experts.Experts.__init__
+    of = experts.RoutedExperts.__init__
 
-    def wrong(self: Experts, *args: Any) -> None:
+    def wrong(self: RoutedExperts, *args: Any) -> None:
         of(self, *args)
         self.first = True
 
-    return mock.patch.object(Experts, "__init__", wrong)
+    return mock.patch.object(RoutedExperts, "__init__", wrong)
 
 
 def results_of_one_part_of_an_expert_only() -> Patch:
@@ -346,18 +352,18 @@ def results_of_one_part_of_an_expert_only() -> Patch:
 
 
 def router_gradient_of_one_shard_only() -> Patch:
-    of = experts.Experts.__init__
+    of = experts.RoutedExperts.__init__
 
-    def wrong(self: Experts, *args: Any) -> None:
+    def wrong(self: RoutedExperts, *args: Any) -> None:
         of(self, *args)
         here = spec_of(self.router)
         cast(Any, self.router).spec = replace(here, sequence_partial=False)
 
-    return mock.patch.object(Experts, "__init__", wrong)
+    return mock.patch.object(RoutedExperts, "__init__", wrong)
 
 
 def balance_counts_not_summed_over_tp() -> Patch:
-    return mock.patch.object(TokenShards, "add_up", lambda self, counts: counts)
+    return mock.patch.object(TokenShards, "all_reduce", lambda self, counts: counts)
 
 
 def balance_counts_not_summed_over_cp() -> Patch:
@@ -365,15 +371,19 @@ def balance_counts_not_summed_over_cp() -> Patch:
 
 
 def places_counted_per_rank() -> Patch:
-    choose = routing.choose
+    choose = routing.route_tokens
     return mock.patch.object(
-        routing, "choose", lambda p, how, n, _, *given: choose(p, how, n, routing.WHOLE, *given)
+        routing,
+        "route_tokens",
+        lambda p, how, n, _, *given: choose(p, how, n, routing.WHOLE, *given),
     )
 
 
 def places_of_another_rank() -> Patch:
     return mock.patch.object(
-        TokenShards, "own", lambda self, whole: whole.chunk(self.axis.size)[self.axis.index - 1]
+        TokenShards,
+        "local_part",
+        lambda self, whole: whole.chunk(self.axis.size)[self.axis.index - 1],
     )
 
 
@@ -393,23 +403,25 @@ def a_part_of_an_expert_made_orthogonal() -> Patch:
     def on_parts(regions: Any, specs: Any, tp: Any, function: Any) -> Any:
         return [function(*each) for each in zip(regions, specs, strict=True)]
 
-    return mock.patch.object(muon, "on_whole", on_parts)
+    return mock.patch.object(muon, "apply_to_full_matrices", on_parts)
 
 
 def places_by_the_experts_of_the_first_layer() -> Patch:
-    places = Routing.places
+    places = Routing.expert_capacity
     return mock.patch.object(
-        Routing, "places", lambda self, length: places(replace(self, experts=4), length)
+        Routing, "expert_capacity", lambda self, length: places(replace(self, experts=4), length)
     )
 
 
 def balance_by_the_experts_of_the_first_layer() -> Patch:
-    shares = routing.shares
-    return mock.patch.object(routing, "shares", lambda n, dtype: shares(n, dtype) * 4 / n.shape[-1])
+    shares = routing.load_fractions
+    return mock.patch.object(
+        routing, "load_fractions", lambda n, dtype: shares(n, dtype) * 4 / n.shape[-1]
+    )
 
 
 def slices_that_know_of_no_earlier_ones() -> Patch:
-    return mock.patch.object(Experts, "_earlier", side_effect=lambda _: EarlierSlices())
+    return mock.patch.object(RoutedExperts, "_earlier", side_effect=lambda _: SliceRoutingState())
 
 
 def balance_counts_without_later_slices() -> Patch:
@@ -426,7 +438,9 @@ def places_of_earlier_slices_free_again() -> Patch:
 def noise_of_the_first_slice_in_all() -> Patch:
     own_positions = TokenShards.own_positions
     return mock.patch.object(
-        TokenShards, "own_positions", lambda self, *given: own_positions(self, *given) - self.before
+        TokenShards,
+        "own_positions",
+        lambda self, *given: own_positions(self, *given) - self.earlier_positions,
     )
 
 

@@ -16,7 +16,7 @@ from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool_file import write_pools
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan.measurements import BY_UNITS
@@ -42,11 +42,11 @@ def by_draw(seed: int = 1) -> Iterator[None]:
         yield
 
 
-def layers_of(step: TrainStep) -> Iterator[Experts]:
+def layers_of(step: TrainStep) -> Iterator[RoutedExperts]:
     """Those with experts that are here."""
     for _, module in sorted(step.modules.items()):
         for layer in module.modules():
-            if isinstance(layer, Experts):
+            if isinstance(layer, RoutedExperts):
                 yield layer
 
 

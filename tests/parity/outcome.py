@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapipe import TrainStep
 from megapipe.checkpoint.regions import Region, flat_regions, whole
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.specs import bias_name, counts_name
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.optim.optimizer import Optimizer
@@ -46,7 +46,7 @@ class Outcome:
 
 def take_region(full: Tensor, spec: LocalParameter, out: Tensor) -> None:
     """Copy this rank's region of a full tensor, leaving padding alone."""
-    for inside, region in spec.placed():
+    for inside, region in spec.global_regions():
         out[inside] = full[region.inside(whole(spec.shape))].to(out.dtype)
 
 
@@ -54,7 +54,7 @@ def _global(
     spec: LocalParameter, local: Region, values: Tensor, *, padded: bool = False
 ) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
     padding = values.clone()
-    for inside, region in spec.placed(local):
+    for inside, region in spec.global_regions(local):
         yield spec.name, region, values[inside].double().cpu().clone().numpy()
         padding[inside] = 0
     assert padded or not padding.any(), f"{spec.name}: the padding is not zero"
@@ -101,14 +101,14 @@ def local_copies(step: TrainStep) -> Iterator[tuple[str, Region, np.ndarray[Any,
     """Every weight that this rank computes with, and what routers keep."""
     for stage, module in step.modules.items():
         step.optimizer.unshard(stage)
-        step.optimizer.await_weights(stage)
+        step.optimizer.wait_weights(stage)
         for parameter in module.parameters():
             spec = spec_of(parameter)
             yield from _global(spec, whole(spec.sizes), parameter.detach())
         for layer in module.modules():
-            if isinstance(layer, Experts):
+            if isinstance(layer, RoutedExperts):
                 if layer.places is not None:
-                    layer.places.bring()
+                    layer.places.wait_broadcast()
                 counts = counts_name(layer.layer, layer.routing.first_only)
                 for name, buffer in ((bias_name(layer.layer), layer.bias), (counts, layer.last)):
                     if buffer is not None:

@@ -12,7 +12,7 @@ import torch
 
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenFile
-from megapipe.optim.rules import Declaration, Elementwise, Part, Rule
+from megapipe.optim.rules import Declaration, Elementwise, Rule, StateSlice
 from megapipe.optim.rules.layerwise import LAMB as BuiltInLAMB
 
 TOKENS = "MEGAPIPE_TEST_TOKENS"
@@ -24,7 +24,7 @@ class Lion(Elementwise):
 
     declaration = Declaration(states=("momentum",), elementwise=True)
 
-    def update(self, part: Part, lr: float, count: int) -> None:
+    def update(self, part: StateSlice, lr: float, count: int) -> None:
         (momentum,) = part.states
         direction = torch.sign(momentum.lerp(part.grad, 1.0 - self.config.beta1))
         part.master.mul_(1.0 - lr * part.weight_decay)
@@ -37,7 +37,7 @@ class AdamW(Elementwise):
 
     declaration = Declaration(states=("exp_avg", "exp_avg_sq"), elementwise=True)
 
-    def update(self, part: Part, lr: float, count: int) -> None:
+    def update(self, part: StateSlice, lr: float, count: int) -> None:
         first, second = part.states
         first.lerp_(part.grad, 1.0 - self.config.beta1)
         second.mul_(self.config.beta2).addcmul_(part.grad, part.grad, value=1 - self.config.beta2)
@@ -55,7 +55,7 @@ class Three(Elementwise):
 
     declaration = Declaration(states=("a", "b", "c"), elementwise=True)
 
-    def update(self, part: Part, lr: float, count: int) -> None:
+    def update(self, part: StateSlice, lr: float, count: int) -> None:
         for state in part.states:
             state.add_(part.grad)
         part.master.sub_(part.grad, alpha=lr)

@@ -17,7 +17,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.layers import ColumnLinear, Linear, RowLinear
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.modules.units import Source, places
+from megapipe.model.modules.units import ModelFactory, places
 from megapipe.plan.measurements import BY_UNITS
 from megapipe.testing import World
 from tests.parity.cases import Case, batch_of, configure
@@ -261,7 +261,9 @@ def run_own(world: World, all_of_them: Sequence[Own]) -> list[Outcome]:
 def train_plain(own: Own, rates: Sequence[float]) -> tuple[Params, list[Step]]:
     """The initial weights by name, and the steps of one process of plain torch."""
     config, _ = settle(own)
-    source = Source(f"{__name__}:{own.model}", {"vocab_size": own.case.vocab, "depth": own.depth})
+    source = ModelFactory(
+        f"{__name__}:{own.model}", {"vocab_size": own.case.vocab, "depth": own.depth}
+    )
     made = source.make(config.run.seed, range(own.depth))
     layers = nn.ModuleList(made[i] for i in range(own.depth)).double()
     named = {

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megapipe.layers.moe import experts, padding
 from megapipe.layers.moe.dispatchers.all_gather import AllGatherDispatch
-from megapipe.layers.moe.padding import PaddedRows
-from megapipe.layers.moe.permutation import Counts
+from megapipe.layers.moe.padding import PaddedPermutation
+from megapipe.layers.moe.permutation import ExpertCounts
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
 
@@ -24,40 +24,40 @@ GATHERED = replace(SPLIT, dispatch="all_gather")
 def empty_rows_are_not_masked() -> Patch:
     """They are those of the last choice, which count once more in gradients of biases."""
 
-    def wrong(self: PaddedRows, values: Tensor, index: Tensor) -> Tensor:
+    def wrong(self: PaddedPermutation, values: Tensor, index: Tensor) -> Tensor:
         return values[index.clamp(max=len(values) - 1)]
 
-    return mock.patch.object(PaddedRows, "at", wrong)
+    return mock.patch.object(PaddedPermutation, "at", wrong)
 
 
 def choices_share_a_place() -> Patch:
     """The later one of each two."""
-    places = padding.places_among
+    places = padding.occurrence_index
 
     def wrong(values: Tensor, size: int) -> Tensor:
         return places(values, size) // 2 * 2
 
-    return mock.patch.object(padding, "places_among", wrong)
+    return mock.patch.object(padding, "occurrence_index", wrong)
 
 
 def there_is_a_place_too_few() -> Patch:
     """The last row of an expert is the first of the next."""
-    room = experts.room
+    room = experts.padded_counts
 
-    def wrong(number: int, ranks: int, sequences: int, places: int) -> Counts:
+    def wrong(number: int, ranks: int, sequences: int, places: int) -> ExpertCounts:
         return room(number, ranks, sequences, places - 1)
 
-    return mock.patch.object(experts, "room", wrong)
+    return mock.patch.object(experts, "padded_counts", wrong)
 
 
 def dropped_choices_have_the_last_row() -> Patch:
-    add_up = PaddedRows.add_up
+    add_up = PaddedPermutation.unpermute
 
-    def wrong(self: PaddedRows, *rest: Any) -> Tensor:
-        last = self._replace(slots=self.slots.clamp(max=self.total - 1))
+    def wrong(self: PaddedPermutation, *rest: Any) -> Tensor:
+        last = self._replace(row_of_choice=self.row_of_choice.clamp(max=self.num_rows - 1))
         return add_up(last, *rest)
 
-    return mock.patch.object(PaddedRows, "add_up", wrong)
+    return mock.patch.object(PaddedPermutation, "unpermute", wrong)
 
 
 def results_leave_in_the_order_of_experts() -> Patch:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megapipe.layers.moe.experts import _ExpertsFunction
-from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.layers.weight_grad import main_grad
 from megapipe.optim.optimizer import Optimizer
 from tests.parity.cases import Case
@@ -25,31 +25,31 @@ STAYING = replace(COPIED, placement="every second step", steps=4)
 
 
 def gradients_of_copies_are_lost() -> Patch:
-    return mock.patch.object(ExpertPlaces, "add")
+    return mock.patch.object(ExpertReplicas, "add_returned_grads")
 
 
 def gradients_of_copies_are_added_twice() -> Patch:
-    add = ExpertPlaces.add
+    add = ExpertReplicas.add_returned_grads
 
-    def wrong(self: ExpertPlaces, received: Tensor) -> None:
+    def wrong(self: ExpertReplicas, received: Tensor) -> None:
         add(self, received)
         add(self, received)
 
-    return mock.patch.object(ExpertPlaces, "add", wrong)
+    return mock.patch.object(ExpertReplicas, "add_returned_grads", wrong)
 
 
 def gradients_of_copies_are_those_of_earlier_steps_too() -> Patch:
-    return mock.patch.object(ExpertPlaces, "zero_grad")
+    return mock.patch.object(ExpertReplicas, "zero_grad")
 
 
 def gradients_of_the_owner_s_own_rows_are_lost() -> Patch:
-    def wrong(self: ExpertPlaces, received: Tensor) -> None:
+    def wrong(self: ExpertReplicas, received: Tensor) -> None:
         owned = [expert for own in self._leaving() for expert in own]
         for number, tensors in self._parts(received, owned):
             for parameter, values in zip(self._parameters, tensors, strict=True):
                 main_grad(parameter)[number].copy_(values)
 
-    return mock.patch.object(ExpertPlaces, "add", wrong)
+    return mock.patch.object(ExpertReplicas, "add_returned_grads", wrong)
 
 
 def weights_of_copies_are_one_step_old() -> Patch:
@@ -59,10 +59,10 @@ def weights_of_copies_are_one_step_old() -> Patch:
 
 def weights_of_copies_leave_before_the_update() -> Patch:
     """Other copies than before are sent the weights that were there when the last ones left."""
-    begin = ExpertPlaces.begin
+    begin = ExpertReplicas.start_broadcast
 
-    def wrong(self: ExpertPlaces) -> None:
-        if not self.copies or self._current:
+    def wrong(self: ExpertReplicas) -> None:
+        if not self.replicas_per_rank or self._current:
             return
         now = [p.detach().clone() for p in self._parameters]
         before, self.before = getattr(self, "before", now), now  # type: ignore[attr-defined]
@@ -71,11 +71,11 @@ def weights_of_copies_leave_before_the_update() -> Patch:
         begin(self)
         self._parameters = parameters
 
-    return mock.patch.object(ExpertPlaces, "begin", wrong)
+    return mock.patch.object(ExpertReplicas, "start_broadcast", wrong)
 
 
 def slots_in_i_are_those_of_another_map() -> Patch:
-    backward, weights = _ExpertsFunction.backward, ExpertPlaces.weights
+    backward, weights = _ExpertsFunction.backward, ExpertReplicas.weights
     later = [False]
 
     def wrong(ctx: Any, grad: Tensor) -> Any:
@@ -85,13 +85,13 @@ def slots_in_i_are_those_of_another_map() -> Patch:
         finally:
             later[0] = False
 
-    def of_slots(self: ExpertPlaces, parameter: Parameter) -> Tensor:
+    def of_slots(self: ExpertReplicas, parameter: Parameter) -> Tensor:
         found = weights(self, parameter)
         return found.roll(1, 0) if later[0] else found
 
     stack = ExitStack()
     stack.enter_context(mock.patch.object(_ExpertsFunction, "backward", staticmethod(wrong)))
-    stack.enter_context(mock.patch.object(ExpertPlaces, "weights", of_slots))
+    stack.enter_context(mock.patch.object(ExpertReplicas, "weights", of_slots))
     return stack
 
 

@@ -65,7 +65,7 @@ class Poison(Callback):
     def _hits(self, run: Run, step: int) -> bool:
         train = run.train_step
         taken = range(train.samples(step), train.samples(step + 1))
-        numbers = map(train.left_out.number, taken)
+        numbers = map(train.left_out.number_after, taken)
         return run.mesh.rank == self.rank and any(self.first <= n < self.stop for n in numbers)
 
     def _spoils(self, what: What) -> bool:

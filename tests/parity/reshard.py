@@ -17,7 +17,7 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.regions import Region
 from megapipe.checkpoint.writer import Piece
 from megapipe.layers.parameter import LocalParameter
-from megapipe.optim.buffers import Entry
+from megapipe.optim.buffers import ParamRange
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.shard import Shard
 from megapipe.testing import World
@@ -198,13 +198,13 @@ def a_tied_copy_left_as_it_was() -> AbstractContextManager[Any]:
     def is_last(shard: Shard) -> bool:
         return shard.bucket.shared and shard.axis.index == shard.axis.size - 1
 
-    def wrong(self: Shard, entry: Entry, values: Tensor) -> None:
+    def wrong(self: Shard, entry: ParamRange, values: Tensor) -> None:
         if is_last(self):
             self.set_state("model", entry, values)
         else:
             set_weights(self, entry, values)
 
-    def nowhere(self: Shard, entry: Entry) -> Tensor | None:
+    def nowhere(self: Shard, entry: ParamRange) -> Tensor | None:
         return None if is_last(self) else in_place(self, entry)
 
     return mock.patch.multiple(Shard, set_weights=wrong, weights_in_place=nowhere)
@@ -213,7 +213,7 @@ def a_tied_copy_left_as_it_was() -> AbstractContextManager[Any]:
 def weights_without_their_masters() -> AbstractContextManager[Any]:
     set_state = Shard.set_state
 
-    def wrong(self: Shard, name: str, entry: Entry, values: Tensor) -> None:
+    def wrong(self: Shard, name: str, entry: ParamRange, values: Tensor) -> None:
         set_state(self, name, entry, values if name != "model" else values.bfloat16().float())
 
     return mock.patch.object(Shard, "set_state", wrong)
@@ -222,7 +222,7 @@ def weights_without_their_masters() -> AbstractContextManager[Any]:
 def a_slice_set_one_too_far() -> AbstractContextManager[Any]:
     set_state = Shard.set_state
 
-    def wrong(self: Shard, name: str, entry: Entry, values: Tensor) -> None:
+    def wrong(self: Shard, name: str, entry: ParamRange, values: Tensor) -> None:
         set_state(self, name, entry, values.flatten().roll(1) if name == "exp_avg" else values)
 
     return mock.patch.object(Shard, "set_state", wrong)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe import routing
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.routing_noise import TokenNoise
 from megapipe.layers.moe.tasks import RouterTask
 from megapipe.layers.moe.token_shards import TokenShards
@@ -61,13 +61,13 @@ def noise_by_positions_of_the_rank_s_own() -> Patch:
 
 
 def noise_in_validation() -> Patch:
-    noise = Experts.noise
+    noise = RoutedExperts.noise
 
-    def wrong(self: Experts, mb: MicroBatch, x: Tensor) -> TokenNoise | None:
+    def wrong(self: RoutedExperts, mb: MicroBatch, x: Tensor) -> TokenNoise | None:
         with mock.patch.object(self, "training", True):
             return noise(self, mb, x)
 
-    return mock.patch.object(Experts, "noise", wrong)
+    return mock.patch.object(RoutedExperts, "noise", wrong)
 
 
 def a_router_gradient_of_input_without_jitter() -> Patch:
@@ -81,32 +81,32 @@ def a_router_gradient_of_input_without_jitter() -> Patch:
 
 def an_input_gradient_without_jitter() -> Patch:
     """Of gradients, which are no tokens."""
-    seen = Experts.seen
+    seen = RoutedExperts.router_input
 
-    def wrong(self: Experts, noise: TokenNoise | None, values: Tensor) -> Tensor:
+    def wrong(self: RoutedExperts, noise: TokenNoise | None, values: Tensor) -> Tensor:
         backward = sys._getframe(1).f_code.co_name == "backward"
         return seen(self, None if backward else noise, values)
 
-    return mock.patch.object(Experts, "seen", wrong)
+    return mock.patch.object(RoutedExperts, "router_input", wrong)
 
 
 def choices_left_out_that_take_places() -> Patch:
     has_place = routing._has_place
 
     def wrong(ids: Tensor, *rest: Any) -> Tensor:
-        return has_place(routing.experts_of(ids), *rest)
+        return has_place(routing.decode_choices(ids), *rest)
 
     return mock.patch.object(routing, "_has_place", wrong)
 
 
 def second_choices_kept_by_half_their_share() -> Patch:
-    choose = routing.choose
+    choose = routing.route_tokens
 
     def wrong(*args: Any) -> Tensor:
         *given, second, earlier = args
         return choose(*given, None if second is None else 2 * second, earlier)
 
-    return mock.patch.object(routing, "choose", wrong)
+    return mock.patch.object(routing, "route_tokens", wrong)
 
 
 FAULTS: dict[Callable[[], Patch], Case] = {

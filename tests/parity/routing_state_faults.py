@@ -15,8 +15,8 @@ from torch import Tensor
 from megapipe import TrainStep
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe import routing
-from megapipe.layers.moe.experts import Experts
-from megapipe.layers.moe.routing import Chosen
+from megapipe.layers.moe.experts import RoutedExperts
+from megapipe.layers.moe.routing import RoutingResult
 from megapipe.layers.moe.specs import Routing
 from megapipe.layers.moe.token_shards import TokenShards
 from megapipe.train import routing as routing_door
@@ -24,7 +24,7 @@ from megapipe.train.moe import routing_state
 from megapipe.train.moe.routing import by_layer
 from megapipe.train.moe.routing_state import RoutingState
 from megapipe.train.step.own_totals import StepTotals
-from megapipe.train.totals import Totals
+from megapipe.train.totals import StepStats
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
 
@@ -36,28 +36,28 @@ PYRAMID = replace(BIASED, moe="pyramid, biased", layers=3)
 
 
 def biases_in_the_weights() -> Patch:
-    choose = routing.choose
+    choose = routing.route_tokens
 
     def wrong(p: Tensor, how: Routing, n: int, shards: TokenShards, bias: Tensor, *_: Any) -> Any:
         p += bias
         return choose(p, how, n, shards)
 
-    return mock.patch.object(routing, "choose", wrong)
+    return mock.patch.object(routing, "route_tokens", wrong)
 
 
 def biases_that_do_not_choose() -> Patch:
-    choose = routing.choose
-    return mock.patch.object(routing, "choose", lambda *args: choose(*args[:4]))
+    choose = routing.route_tokens
+    return mock.patch.object(routing, "route_tokens", lambda *args: choose(*args[:4]))
 
 
 def biases_moved_towards_more_choices() -> Patch:
-    move = RoutingState.move
+    move = RoutingState.update
 
     def wrong(self: RoutingState, told: Sequence[float]) -> None:
         with mock.patch.object(self, "_rate", -cast(float, self._rate)):
             move(self, told)
 
-    return mock.patch.object(RoutingState, "move", wrong)
+    return mock.patch.object(RoutingState, "update", wrong)
 
 
 def biases_moved_by_each_micro_batch() -> Patch:
@@ -65,7 +65,7 @@ def biases_moved_by_each_micro_batch() -> Patch:
 
     @contextmanager
     def patches() -> Iterator[None]:
-        summed, move = routing_door.summed_loads, RoutingState.move
+        summed, move = routing_door.summed_loads, RoutingState.update
         told: list[list[float]] = []
 
         def spy(layers: Any, loads: Sequence[Any], device: Any) -> list[Tensor]:
@@ -78,7 +78,7 @@ def biases_moved_by_each_micro_batch() -> Patch:
 
         with (
             mock.patch.object(routing_door, "summed_loads", spy),
-            mock.patch.object(RoutingState, "move", wrong),
+            mock.patch.object(RoutingState, "update", wrong),
         ):
             yield
 
@@ -90,8 +90,8 @@ def biases_moved_in_validation() -> Patch:
 
     def wrong(self: TrainStep, *args: Any) -> Any:
         found = evaluate(self, *args)
-        numbers = sum(self.layout.model.told().values())
-        self.routing.move([float(number % 5) for number in range(numbers)])
+        numbers = sum(self.layout.model.routing_stat_counts().values())
+        self.routing.update([float(number % 5) for number in range(numbers)])
         return found
 
     return mock.patch.object(TrainStep, "evaluate", wrong)
@@ -106,17 +106,17 @@ def biases_by_the_choices_of_one_replica() -> Patch:
 
     @contextmanager
     def patches() -> Iterator[None]:
-        own, move = StepTotals.own, RoutingState.move
+        own, move = StepTotals.own, RoutingState.update
         told: list[float] = []
 
-        def spy(self: StepTotals, *args: Any) -> Totals:
+        def spy(self: StepTotals, *args: Any) -> StepStats:
             totals = own(self, *args)
             told[:] = totals.routing
             return totals
 
         with (
             mock.patch.object(StepTotals, "own", spy),
-            mock.patch.object(RoutingState, "move", lambda self, _: move(self, told)),
+            mock.patch.object(RoutingState, "update", lambda self, _: move(self, told)),
         ):
             yield
 
@@ -147,18 +147,22 @@ def biases_by_the_experts_of_the_first_layer() -> Patch:
             self.biases[layer] += cast(float, self._rate) * signs
         self._hand_out()
 
-    return mock.patch.object(RoutingState, "move", wrong)
+    return mock.patch.object(RoutingState, "update", wrong)
 
 
 def balance_by_the_choices_of_the_step_itself() -> Patch:
-    choice = Experts.choice
+    choice = RoutedExperts.route
 
-    def wrong(self: Experts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any) -> Chosen:
+    def wrong(
+        self: RoutedExperts, logits: Tensor, p: Tensor, mb: MicroBatch, *rest: Any
+    ) -> RoutingResult:
         found = choice(self, logits, p, mb, *rest)
-        counts = torch.bincount(routing.experts_of(found.experts).flatten(), minlength=p.shape[-1])
+        counts = torch.bincount(
+            routing.decode_choices(found.experts).flatten(), minlength=p.shape[-1]
+        )
         return found._replace(counts=counts.unsqueeze(0))
 
-    return mock.patch.object(Experts, "choice", wrong)
+    return mock.patch.object(RoutedExperts, "route", wrong)
 
 
 def balance_of_a_step_by_all_choices() -> Patch:
@@ -181,8 +185,10 @@ def _choices_mistaken(*, balance: bool) -> Patch:
 
 
 def balance_as_if_choices_were_spread_evenly() -> Patch:
-    share = routing.shares
-    return mock.patch.object(routing, "shares", lambda n, dtype: share(n.clamp(1, 1), dtype))
+    share = routing.load_fractions
+    return mock.patch.object(
+        routing, "load_fractions", lambda n, dtype: share(n.clamp(1, 1), dtype)
+    )
 
 
 FAULTS: dict[Callable[[], Patch], Case] = {

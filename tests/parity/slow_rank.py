@@ -21,7 +21,7 @@ from megapipe.engine.stage import Stage
 from megapipe.train import job
 from megapipe.train.callbacks import Callback
 from megapipe.train.main import main
-from megapipe.watch.journal import Line
+from megapipe.watch.journal import CommCounter
 
 slow = json.loads({slow!r})
 draw = random.Random(5)
@@ -31,7 +31,7 @@ step, slept, waited = 0, 0.0, 0.0
 def clock():
     return time.thread_time() + slept + waited
 
-wait = Line.wait
+wait = CommCounter.wait
 def counted_wait(self, exchange, call, *given, **named):
     def counted():
         global waited
@@ -44,7 +44,7 @@ def counted_wait(self, exchange, call, *given, **named):
 class Steps(Callback):
     def begin(self, run):
         if slow["steady"]:
-            Line.wait = counted_wait
+            CommCounter.wait = counted_wait
             run.mesh.journal.own_time.stamp = clock
         if here and slow["group"]:
             Path(slow["group"], "cgroup.procs").write_text(str(os.getpid()))

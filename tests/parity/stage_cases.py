@@ -11,9 +11,9 @@ from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Stage
 from megapipe.layers.lora_specs import Lora
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
-from megapipe.layers.policy import Span
+from megapipe.layers.policy import BlockSpan
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.ops.compiler import Compiler
@@ -27,7 +27,7 @@ def new_stage(
     params: dict[str, Tensor],
     spec: StageSpec | None = None,
     *,
-    spans: Sequence[Span] = (),
+    spans: Sequence[BlockSpan] = (),
     recompute: bool = False,
     compiler: Compiler | None = None,
     lora: Lora | None = None,
@@ -44,10 +44,10 @@ def new_stage(
         for entry in bucket.entries:
             take_region(params[entry.spec.name], entry.spec, bucket.view(bucket.weights, entry))
     for layer in module.modules():
-        if isinstance(layer, Experts) and layer.bias is not None:
+        if isinstance(layer, RoutedExperts) and layer.bias is not None:
             layer.bias.copy_(params[f"layers.{layer.layer}.moe.router.bias"])
     stage = Stage(module, spans, recompute=recompute)
-    stage.own_autograd_parameters()
+    stage.route_autograd_grads()
     return stage, bucket
 
 

@@ -12,49 +12,49 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.engine.flow import Flow
+from megapipe.engine.flow import AsyncRunner
 from megapipe.layers.weight_grad import main_grad
 from megapipe.optim import optimizer
 from megapipe.optim import shard as shard_of_a_bucket
-from megapipe.optim.link import Link
+from megapipe.optim.link import TiedEmbeddingLink
 from megapipe.optim.look_ahead import predict
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rules.rule import Rule
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import MASTER, VELOCITY
-from megapipe.optim.velocity import move_back
-from megapipe.optim.versions import Versions
+from megapipe.optim.velocity import predict_older_weights
+from megapipe.optim.versions import WeightVersions
 from megapipe.schedule.ir import Op, Read
 from megapipe.schedule.streams import policies
-from megapipe.schedule.streams.policies import Lists, Policy
-from megapipe.schedule.streams.stream import Stream, mean_staleness, moved_back
+from megapipe.schedule.streams.policies import Lists, VersionPolicy
+from megapipe.schedule.streams.stream import AsyncSchedule, mean_staleness, moved_back
 from megapipe.train.async_training import streaming
-from megapipe.train.async_training.streaming import Streaming
-from megapipe.train.feed import Rows
+from megapipe.train.async_training.streaming import AsyncTraining
+from megapipe.train.feed import BatchReader
 from megapipe.train.step import make_optimizer
 from megapipe.train.update import StepResult, Update
 
 Patch = AbstractContextManager[Any]
-_use = Versions.use
+_use = WeightVersions.use
 
 
 def a_version_too_old() -> Patch:
     """Where there is an older one."""
 
-    def wrong(self: Versions, version: int, *ahead: Fraction) -> None:
+    def wrong(self: WeightVersions, version: int, *ahead: Fraction) -> None:
         _use(self, max(version - 1, self.newest + 1 - len(self.weights)), *ahead)
 
-    return mock.patch.object(Versions, "use", wrong)
+    return mock.patch.object(WeightVersions, "use", wrong)
 
 
 def forwards_read_the_newest() -> Patch:
     return mock.patch.object(
-        Versions, "use", lambda self, version, *ahead: _use(self, self.newest, *ahead)
+        WeightVersions, "use", lambda self, version, *ahead: _use(self, self.newest, *ahead)
     )
 
 
 def _policy(name: str, reads: Callable[[Lists, Op], Read], **more: Any) -> Patch:
-    return mock.patch.dict(policies.POLICIES, {name: Policy(name, reads, **more)})
+    return mock.patch.dict(policies.POLICIES, {name: VersionPolicy(name, reads, **more)})
 
 
 def backwards_read_the_newest() -> Patch:
@@ -66,19 +66,19 @@ def stages_read_what_is_newest_to_themselves() -> Patch:
 
 
 def a_buffer_is_written_while_it_has_readers() -> Patch:
-    def wrong(self: Versions, version: int, *ahead: Fraction) -> None:
+    def wrong(self: WeightVersions, version: int, *ahead: Fraction) -> None:
         _use(self, max(version, self.newest + 1 - len(self.weights)), *ahead)
 
     kept = streaming.versions_kept
 
-    def fewer(stream: Stream) -> dict[int, int]:
+    def fewer(stream: AsyncSchedule) -> dict[int, int]:
         return {stage: max(1, count - 1) for stage, count in kept(stream).items()}
 
     @contextmanager
     def patches() -> Iterator[None]:
         with (
             mock.patch.object(streaming, "versions_kept", fewer),
-            mock.patch.object(Versions, "use", wrong),
+            mock.patch.object(WeightVersions, "use", wrong),
         ):
             yield
 
@@ -89,30 +89,30 @@ def parameters_stay_where_the_forward_pointed_them() -> Patch:
     """As if a backward needed no version of its own."""
     last: dict[int, int] = {}
 
-    def wrong(self: Versions, version: int, *ahead: Fraction) -> None:
+    def wrong(self: WeightVersions, version: int, *ahead: Fraction) -> None:
         if last.get(id(self), -1) <= version:
             _use(self, version, *ahead)
         last[id(self)] = version
 
-    return mock.patch.object(Versions, "use", wrong)
+    return mock.patch.object(WeightVersions, "use", wrong)
 
 
 def gradients_go_into_the_next_window() -> Patch:
-    return mock.patch.object(Versions, "turn")
+    return mock.patch.object(WeightVersions, "switch_accumulator")
 
 
 def gradients_of_norms_go_into_the_window_before() -> Patch:
     """As if autograd kept what it was told when the stage was built."""
-    turn = Versions.turn
+    turn = WeightVersions.switch_accumulator
 
-    def wrong(self: Versions) -> None:
-        norms = [each for each in self.shard.bucket.placed if each.entry.spec.by_autograd]
+    def wrong(self: WeightVersions) -> None:
+        norms = [each for each in self.shard.bucket.placed if each.entry.spec.grad_by_autograd]
         before = [main_grad(each.parameter) for each in norms]
         turn(self)
         for each, grad in zip(norms, before, strict=True):
             each.parameter.main_grad = grad  # type: ignore[attr-defined]
 
-    return mock.patch.object(Versions, "turn", wrong)
+    return mock.patch.object(WeightVersions, "switch_accumulator", wrong)
 
 
 def gradients_are_not_forgotten() -> Patch:
@@ -186,19 +186,19 @@ def the_learning_rate_is_of_another_window() -> Patch:
 
 
 def clipped_by_the_norm_of_the_stage() -> Patch:
-    def wrong(self: Streaming, stage: int, window: int) -> float:
-        return float(self._totals_of(window).squares[stage]) ** 0.5
+    def wrong(self: AsyncTraining, stage: int, window: int) -> float:
+        return float(self._totals_of(window).squared_norms[stage]) ** 0.5
 
-    return mock.patch.object(Streaming, "_norm_of_window", wrong)
+    return mock.patch.object(AsyncTraining, "_norm_of_window", wrong)
 
 
 def clipped_by_the_norm_of_the_window_before() -> Patch:
-    norm = Streaming._norm_of_window
+    norm = AsyncTraining._norm_of_window
 
-    def wrong(self: Streaming, stage: int, window: int) -> float:
+    def wrong(self: AsyncTraining, stage: int, window: int) -> float:
         return norm(self, stage, max(window - 1, self._first or 0))
 
-    return mock.patch.object(Streaming, "_norm_of_window", wrong)
+    return mock.patch.object(AsyncTraining, "_norm_of_window", wrong)
 
 
 def a_loss_is_given_to_another_step() -> Patch:
@@ -218,37 +218,39 @@ def weights_are_their_own_masters_after_all() -> Patch:
 
 
 def what_is_in_flight_keeps_its_numbers() -> Patch:
-    return mock.patch.object(Flow, "cut")
+    return mock.patch.object(AsyncRunner, "cut")
 
 
 def the_copy_of_a_tied_weight_stays_behind() -> Patch:
     """The last stage never takes the weights that it is sent."""
-    receive = Link.receive_weights
+    receive = TiedEmbeddingLink.receive_weights
 
-    def wrong(self: Link, whole: Tensor) -> Any:
+    def wrong(self: TiedEmbeddingLink, whole: Tensor) -> Any:
         return receive(self, whole.clone())
 
-    return mock.patch.object(Link, "receive_weights", wrong)
+    return mock.patch.object(TiedEmbeddingLink, "receive_weights", wrong)
 
 
 def a_tied_weight_drifts_on_its_own() -> Patch:
     """The first stage leaves out what the last one adds."""
-    add = Link.add_gradients
-    return mock.patch.object(Link, "add_gradients", lambda self, own: add(self, own.clone()))
+    add = TiedEmbeddingLink.add_gradients
+    return mock.patch.object(
+        TiedEmbeddingLink, "add_gradients", lambda self, own: add(self, own.clone())
+    )
 
 
 def the_tied_sum_is_of_two_windows() -> Patch:
     """The last stage's gradients are added a window late."""
-    add = Link.add_gradients
+    add = TiedEmbeddingLink.add_gradients
     late: dict[int, Tensor] = {}
 
-    def wrong(self: Link, own: Tensor) -> None:
+    def wrong(self: TiedEmbeddingLink, own: Tensor) -> None:
         now = torch.zeros_like(own)
         add(self, now)
         own += late.get(id(self), torch.zeros_like(own))
         late[id(self)] = now
 
-    return mock.patch.object(Link, "add_gradients", wrong)
+    return mock.patch.object(TiedEmbeddingLink, "add_gradients", wrong)
 
 
 def both_ends_count_a_tied_weight_in_the_norm() -> Patch:
@@ -263,10 +265,10 @@ def both_ends_count_a_tied_weight_in_the_norm() -> Patch:
 def the_copy_is_taken_while_it_is_read() -> Patch:
     """New weights are received into the version that forwards of the window still read; what is
     there until they have come is not defined."""
-    receive = Link.receive_weights
+    receive = TiedEmbeddingLink.receive_weights
     before: dict[int, Tensor] = {}
 
-    def wrong(self: Link, whole: Tensor) -> Any:
+    def wrong(self: TiedEmbeddingLink, whole: Tensor) -> Any:
         old, before[id(self)] = before.get(id(self), whole), whole
         wait = receive(self, old.zero_())
 
@@ -276,7 +278,7 @@ def the_copy_is_taken_while_it_is_read() -> Patch:
 
         return taken
 
-    return mock.patch.object(Link, "receive_weights", wrong)
+    return mock.patch.object(TiedEmbeddingLink, "receive_weights", wrong)
 
 
 def the_velocity_decays_as_that_of_another_stage() -> Patch:
@@ -296,23 +298,25 @@ def moved_back_by_the_velocity_of_the_window_before() -> Patch:
         velocity = shard.store.read(VELOCITY, 0, shard.stop - shard.start)
         now = velocity.clone()
         velocity.copy_(before.get(id(shard), now))
-        move_back(shard, updates, out)
+        predict_older_weights(shard, updates, out)
         velocity.copy_(now)
         before[id(shard)] = now
 
-    return mock.patch.object(streaming, "move_back", wrong)
+    return mock.patch.object(streaming, "predict_older_weights", wrong)
 
 
 def moved_back_by_the_staleness_of_another_stage() -> Patch:
     def wrong(shard: Shard, updates: float, out: Tensor) -> None:
-        move_back(shard, updates + 1, out)
+        predict_older_weights(shard, updates + 1, out)
 
-    return mock.patch.object(streaming, "move_back", wrong)
+    return mock.patch.object(streaming, "predict_older_weights", wrong)
 
 
 def moved_ahead() -> Patch:
     return mock.patch.object(
-        streaming, "move_back", lambda shard, updates, out: move_back(shard, -updates, out)
+        streaming,
+        "predict_older_weights",
+        lambda shard, updates, out: predict_older_weights(shard, -updates, out),
     )
 
 
@@ -337,13 +341,15 @@ def masters_look_ahead() -> Patch:
 
 
 def validation_looks_ahead() -> Patch:
-    return mock.patch.object(Optimizer, "true_weights", return_value=nullcontext())
+    return mock.patch.object(Optimizer, "use_master_weights", return_value=nullcontext())
 
 
 def filled_with_the_newest_versions() -> Patch:
     """A run that goes on leaves those of its checkpoint that forwards in flight have read."""
-    begin = Versions.begin
-    return mock.patch.object(Versions, "begin", lambda self, version, older=0: begin(self, version))
+    begin = WeightVersions.begin
+    return mock.patch.object(
+        WeightVersions, "begin", lambda self, version, older=0: begin(self, version)
+    )
 
 
 def annealed_by_the_staleness_of_another_stage() -> Patch:
@@ -357,34 +363,34 @@ def _of_the_stage_before(staleness: dict[int, Fraction]) -> dict[int, Fraction]:
 
 
 def annealed_from_the_first_step_on() -> Patch:
-    lr = Streaming._lr
+    lr = AsyncTraining._lr
 
-    def wrong(self: Streaming, stage: int, window: int) -> float:
+    def wrong(self: AsyncTraining, stage: int, window: int) -> float:
         return lr(self, stage, window + self._synchronous)
 
-    return mock.patch.object(Streaming, "_lr", wrong)
+    return mock.patch.object(AsyncTraining, "_lr", wrong)
 
 
 def filled_before_synchronous_steps_are_over() -> Patch:
-    begin = Streaming._begin
+    begin = AsyncTraining._begin
 
-    def wrong(self: Streaming, step: int, rows: Rows) -> None:
+    def wrong(self: AsyncTraining, step: int, rows: BatchReader) -> None:
         self._synchronous -= step == self._synchronous - 1
         begin(self, step, rows)
 
-    return mock.patch.object(Streaming, "_begin", wrong)
+    return mock.patch.object(AsyncTraining, "_begin", wrong)
 
 
 def moved_back_in_synchronous_steps() -> Patch:
-    use = Streaming.use
+    use = AsyncTraining.point_at
 
-    def wrong(self: Streaming, stage: int, read: Read) -> None:
+    def wrong(self: AsyncTraining, stage: int, read: Read) -> None:
         synchronous = self._synchronous
         self._synchronous = 0 if read.ahead else synchronous
         use(self, stage, read)
         self._synchronous = synchronous
 
-    return mock.patch.object(Streaming, "use", wrong)
+    return mock.patch.object(AsyncTraining, "point_at", wrong)
 
 
 def a_rank_of_a_stage_updates_alone() -> Patch:
@@ -419,7 +425,7 @@ def clipped_by_what_a_rank_has_of_the_norm() -> Patch:
 
 
 def a_stage_is_updated_when_its_first_rank_is_through() -> Patch:
-    return mock.patch.object(Streaming, "ready", return_value=True)
+    return mock.patch.object(AsyncTraining, "ready", return_value=True)
 
 
 STASH = (

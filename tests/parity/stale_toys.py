@@ -116,7 +116,7 @@ def train(
         pipeline = config.pipeline.model_copy(update={"weights": policy, "lr_anneal_steps": anneal})
         config = config.model_copy(update={"pipeline": pipeline})
         stream = load_stream("1f1b", policy, ranks=stages, microbatches=microbatches)
-        layout = replace(layout, stream=stream)
+        layout = replace(layout, async_schedule=stream)
     step = TrainStep(config, layout, world.mesh(Grid()))
     results, values = [], []
     for number in range(steps):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megapipe.checkpoint import Checkpoint
-from megapipe.checkpoint.storage import Place
+from megapipe.checkpoint.storage import StorageLocation
 from megapipe.cli import parse
 from megapipe.config.config import Config
 from megapipe.data.tokenizer import load_tokenizer
@@ -102,7 +102,7 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(config, world.size, tokenizer.vocab_size)
     mesh = world.mesh(
-        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.ep_sizes, layout.node)
+        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.ep_sizes, layout.ranks_per_node)
     )
     outcome: dict[str, Any] = {"error": None, "validation": math.nan}
     witness = Witness(this, outcome)
@@ -167,7 +167,7 @@ def checkpoint(folder: Path, name: str, step: int) -> Path:
     return folder / "runs" / name / "checkpoints" / f"step-{step:08d}"
 
 
-def assert_same_files(a: Place, b: Place) -> None:
+def assert_same_files(a: StorageLocation, b: StorageLocation) -> None:
     """The same global tensors, bit for bit."""
     first, second = Checkpoint.open(a), Checkpoint.open(b)
     assert first.names() == second.names()
@@ -204,7 +204,7 @@ def save_as_loaded(world: World, settings: Mapping[str, str], source: str, targe
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(parse(arguments(given)).config, world.size, tokenizer.vocab_size)
     mesh = world.mesh(
-        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.ep_sizes, layout.node)
+        Grid(layout.pp, layout.dp, layout.cp, layout.tp, *layout.ep_sizes, layout.ranks_per_node)
     )
     with StopRequest() as stop:
         trainer = Trainer(config, layout, mesh, tokenizer, local_rank=world.rank, stop=stop)

@@ -21,10 +21,10 @@ from megapipe.model.gpt.stage import GPTStage
 from megapipe.optim import look_ahead, optimizer, reduction
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rules import elementwise, layerwise, muon
-from megapipe.optim.rules.rule import Part
+from megapipe.optim.rules.rule import StateSlice
 from megapipe.optim.rules.whole import Function
 from megapipe.optim.shard import Shard
-from megapipe.optim.state_store import StatePolicy, Store
+from megapipe.optim.state_store import StatePolicy, StateStore
 from megapipe.testing import World
 from tests.parity.faults import norms_and_biases_decay, one_weight_gradient_dropped, scaled
 from tests.parity.ranks import Case, Outcome, run_case
@@ -51,7 +51,9 @@ def every_step_is_the_first() -> Patch:
     """The moments' bias is corrected as if they had seen nothing."""
     adam_step = elementwise.adam_step
 
-    def wrong(kernel: Any, part: Part, lr: float, count: int, *args: Any, **options: Any) -> None:
+    def wrong(
+        kernel: Any, part: StateSlice, lr: float, count: int, *args: Any, **options: Any
+    ) -> None:
         adam_step(kernel, part, lr, 0, *args, **options)
 
     return mock.patch.object(elementwise, "adam_step", wrong)
@@ -107,7 +109,7 @@ def matrices_not_made_whole() -> Patch:
     def on_parts(regions: Any, specs: Any, tp: Axis, function: Function) -> Any:
         return [function(*each) for each in zip(regions, specs, strict=True)]
 
-    return mock.patch.object(muon, "on_whole", on_parts)
+    return mock.patch.object(muon, "apply_to_full_matrices", on_parts)
 
 
 # Types of the model, of gradients on their way, and of state.
@@ -169,23 +171,25 @@ def gradients_added_up_as_they_travel() -> Patch:
 
 
 def states_kept_in_fp32() -> Patch:
-    make = Store.__init__
+    make = StateStore.__init__
 
-    def wrong(self: Store, weights: Tensor, names: Any, policy: StatePolicy, **where: Any) -> None:
+    def wrong(
+        self: StateStore, weights: Tensor, names: Any, policy: StatePolicy, **where: Any
+    ) -> None:
         make(self, weights, names, replace(policy, state_dtype="fp32"), **where)
 
-    return mock.patch.object(Store, "__init__", wrong)
+    return mock.patch.object(StateStore, "__init__", wrong)
 
 
 def states_rounded_towards_zero() -> Patch:
-    def wrong(self: Store, name: str, out: Tensor, wide: Tensor, start: int) -> None:
+    def wrong(self: StateStore, name: str, out: Tensor, wide: Tensor, start: int) -> None:
         out.copy_((wide.view(torch.int32) & -0x10000).view(torch.float32))
 
-    return mock.patch.object(Store, "_narrow", wrong)
+    return mock.patch.object(StateStore, "_narrow", wrong)
 
 
 def states_rounded_to_the_nearest() -> Patch:
-    return mock.patch.object(Store, "_at_random", False)
+    return mock.patch.object(StateStore, "_at_random", False)
 
 
 # Dropout.

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, new_parameter
-from megapipe.layers.policy import Span
+from megapipe.layers.policy import BlockSpan
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.interface import (
-    Conditions,
-    Family,
     Feature,
-    Repeated,
+    ModelSpec,
+    RunShape,
     TensorShape,
+    UniformRecompute,
     Work,
     main_tensor,
 )
@@ -31,17 +31,17 @@ from megapipe.util.dtypes import Dtype
 
 
 @dataclass(frozen=True)
-class Tiny(Family):
+class Tiny(ModelSpec):
     """``model.options``: width and depth."""
 
     name = "Tiny"
-    ends = True
+    has_embedding_and_head = True
 
     width: int
     depth: int
     own_dtype: Dtype
     vocabulary: int | None
-    conditions: Conditions
+    conditions: RunShape
 
     @classmethod
     def of(
@@ -49,7 +49,7 @@ class Tiny(Family):
         options: Mapping[str, Any],
         dtype: Dtype,
         vocab_size: int | None,
-        conditions: Conditions,
+        conditions: RunShape,
     ) -> Self:
         if set(options) != {"width", "depth"}:
             raise ConfigError(f"model.options: Tiny takes width and depth, not {sorted(options)}")
@@ -77,7 +77,7 @@ class Tiny(Family):
 
     def parameters(self, stage: StageSpec) -> Iterator[ParameterSpec]:
         def matrix(name: str, *shape: int) -> ParameterSpec:
-            return ParameterSpec(name=name, shape=shape, decay=True, std=0.3, by_autograd=True)
+            return ParameterSpec(name=name, shape=shape, decay=True, std=0.3, grad_by_autograd=True)
 
         vocabulary = self.vocabulary or 2
         if stage.embedding:
@@ -90,21 +90,21 @@ class Tiny(Family):
     def describe(self) -> str:
         return f"tiny, {self.depth} layers of width {self.width}"
 
-    def unit_costs(self, repeated: Repeated | None) -> Sequence[int]:
+    def unit_costs(self, repeated: UniformRecompute | None) -> Sequence[int]:
         return [0, *[6 * self.width**2] * self.depth, 6 * self.width * (self.vocabulary or 2)]
 
     def forward_flops(self, stage: StageSpec) -> int:
         head = stage.head * 2 * self.width * (self.vocabulary or 2)
         return len(stage.layers) * 2 * self.width**2 + head
 
-    def unit_of_work(self) -> int:
+    def reference_layer_flops(self) -> int:
         return 2 * self.width**2
 
-    def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
+    def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, again: bool) -> Work:
         flops = self.forward_flops(stage)
         return Work(F=flops, I=2 * flops, W=0, R=again * flops)
 
-    def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
+    def output_shape(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         return (main_tensor((rows, length, self.width), self.dtype),)
 
     def build(self, stage: StageSpec, sharding: Sharding) -> TinyStage:
@@ -122,7 +122,7 @@ class TinyStage(nn.Module):
         self.queue = sharding.queue
         self.matrices = nn.ParameterList([new_parameter(sharding, spec) for spec in parameters])
 
-    def use(self, spans: Sequence[Span]) -> None:
+    def set_policies(self, spans: Sequence[BlockSpan]) -> None:
         assert not any(span.policy.recompute or span.policy.offload for span in spans)
 
     def forward(

@@ -27,7 +27,7 @@ def _distances(made: Callable[[Tensor, int], Tensor]) -> Patch:
     def wrong(bandwidths: Sequence[float], count: int, dtype: torch.dtype) -> Tensor:
         return made(torch.tensor(bandwidths, dtype=torch.float64), count).to(dtype)
 
-    return mock.patch.object(routing, "distances", wrong)
+    return mock.patch.object(routing, "distance_factors", wrong)
 
 
 def more_is_sent_over_slow_links() -> Patch:
@@ -43,8 +43,8 @@ def experts_taken_to_be_dealt_to_ranks_in_turn() -> Patch:
 
 
 def distances_in_the_gradient_alone() -> Patch:
-    load = routing.load
-    return mock.patch.object(routing, "load", lambda *given: load(*given[:4]))
+    load = routing.routing_stats
+    return mock.patch.object(routing, "routing_stats", lambda *given: load(*given[:4]))
 
 
 def distances_in_what_is_told_alone() -> Patch:

@@ -18,9 +18,9 @@ from megapipe.config.keys import CODE, KEYS, MAPPINGS
 from megapipe.config.model import ModelConfig
 from megapipe.config.section import documentation
 from megapipe.errors import ConfigError
-from megapipe.layout.family import make_family
+from megapipe.layout.family import make_model_spec
 from megapipe.layout.resolve import resolve
-from megapipe.model.interface import Conditions
+from megapipe.model.interface import RunShape
 from megapipe.plan import commands as of_contexts
 from megapipe.schedule import commands as of_schedules
 from megapipe.train import objects
@@ -116,7 +116,7 @@ def test_the_environment_holds_where_there_is_no_configuration(
     assert of_schedules.main(["show", spec, "--ranks", "2", "--microbatches", "2"]) == 2
     assert f"{spec}: it names code to run, which {ENVIRONMENT}=refuse" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"model.source={spec}: it names code to run"):
-        make_family(ModelConfig(source=spec), Conditions(8, microbatch=1))
+        make_model_spec(ModelConfig(source=spec), RunShape(8, microbatch=1))
     assert not is_loaded(spec)
 
 

@@ -15,7 +15,7 @@ import fsspec
 import pytest
 import torch
 
-from megapipe.checkpoint.durable import foreign
+from megapipe.checkpoint.durable import writable_by_others
 from megapipe.cli import from_mapping, parse
 from megapipe.command_line import Parser, run_command
 from megapipe.config.data import DataConfig
@@ -27,10 +27,10 @@ from megapipe.errors import ConfigError, DataError
 from megapipe.layout.resolve import resolve
 from megapipe.train import run_folder
 from megapipe.train.main import train
-from megapipe.train.opening import opening
+from megapipe.train.opening import banner_lines
 from megapipe.train.resume.changes import Changes
-from megapipe.train.source import Source
-from megapipe.util.left_out import LeftOut
+from megapipe.train.source import StartPoint
+from megapipe.util.left_out import SkippedSamples
 
 
 @pytest.fixture
@@ -186,12 +186,12 @@ def lines(
             policy=policy,
             kernels=SimpleNamespace(banner=lambda: "", warnings=list),
             position=SimpleNamespace(samples=0),
-            left_out=LeftOut(),
+            left_out=SkippedSamples(),
             streaming=None,
         ),
     )
     begun: dict[str, Any] = {"weights": checkpoint} if weights else {"checkpoint": checkpoint}
-    return [*opening(run, Source(is_own=own, **begun), Changes())][3:]
+    return [*banner_lines(run, StartPoint(is_own=own, **begun), Changes())][3:]
 
 
 def test_what_a_resumed_run_may_not_expect_is_told(tmp_path: Path) -> None:
@@ -217,6 +217,6 @@ def test_what_a_resumed_run_may_not_expect_is_told(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may give files away")
 def test_files_of_another_user_are_doubted(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").touch()
-    assert foreign(tmp_path) is None
+    assert writable_by_others(tmp_path) is None
     os.chown(tmp_path / "manifest.json", 12345, -1)
-    assert foreign(tmp_path) == f"{tmp_path / 'manifest.json'} belongs to user 12345"
+    assert writable_by_others(tmp_path) == f"{tmp_path / 'manifest.json'} belongs to user 12345"

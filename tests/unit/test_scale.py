@@ -226,9 +226,9 @@ def test_a_process_on_meta_allocates_what_the_formulas_say(
         index = scale.grid_of(layout).coordinates_of(rank).pp
         giant = scale.run_giant(config, layout, rank)
         memory = model_memory(config, layout, index)
-        assert giant.lasting == memory.lasting
+        assert giant.lasting == memory.persistent
         activations = peak_activations(Units(config, layout), index).device
-        assert memory.lasting + activations <= giant.peak
+        assert memory.persistent + activations <= giant.peak
         assert giant.peak <= 1.05 * (memory.total + activations)
         assert giant.seen == scale.expected(config, layout, rank)
 
@@ -240,7 +240,7 @@ def test_what_an_update_is_undone_from(scale: Any) -> None:
         keys = (*SHAPE, FEW_LAYERS, "model.dtype=bf16", f"optimizer.post_validation={chosen}")
         config, layout = scale.configure(*scale.TOY, *keys)
         after.append(scale.run_giant(config, layout, 0).after)
-        formula.append(model_memory(config, layout, 0).passing)
+        formula.append(model_memory(config, layout, 0).transient)
     assert after[1] - after[0] == formula[1] - formula[0] > 0
 
 

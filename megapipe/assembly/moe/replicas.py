@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megapipe.config.config import Config
-from megapipe.layers.moe.experts import Experts, expert_layers
-from megapipe.layers.moe.replicas import ExpertPlaces
-from megapipe.layout.moe.replicas import ranks_of_a_node
+from megapipe.layers.moe.experts import RoutedExperts, expert_layers
+from megapipe.layers.moe.replicas import ExpertReplicas
+from megapipe.layout.moe.replicas import ep_ranks_per_node
 from megapipe.model.interface import StageModule
 
 
-def make_places(
+def attach_expert_replicas(
     config: Config, modules: Mapping[int, StageModule]
-) -> dict[int, list[ExpertPlaces]]:
+) -> dict[int, list[ExpertReplicas]]:
     """Give layers with experts their places, which begin without copies, and return them by stage;
     none where maps stay as they are."""
     if not config.experts.moves:
@@ -24,9 +24,9 @@ def make_places(
     }
 
 
-def _given(config: Config, layer: Experts) -> ExpertPlaces:
+def _given(config: Config, layer: RoutedExperts) -> ExpertReplicas:
     """Give a layer its places, and return them."""
-    layer.ownership.present = replace(layer.ownership.present, slots=config.experts.slots)
-    given = layer.dispatcher.ep, layer.dispatcher.etp, ranks_of_a_node(config)
-    layer.places = ExpertPlaces(layer.of_experts, layer.ownership, *given)
+    layer.ownership.map = replace(layer.ownership.map, slots=config.experts.slots)
+    given = layer.dispatcher.ep, layer.dispatcher.etp, ep_ranks_per_node(config)
+    layer.places = ExpertReplicas(layer.of_experts, layer.ownership, *given)
     return layer.places

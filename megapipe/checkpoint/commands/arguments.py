@@ -10,7 +10,7 @@ from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST, POINTER
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.run_lock import RunLock
-from megapipe.checkpoint.storage import Place, at, place_of
+from megapipe.checkpoint.storage import StorageLocation, at, place_of
 from megapipe.errors import CheckpointError
 from megapipe.util.paths import is_folder
 
@@ -22,12 +22,12 @@ NEWEST = (
 )
 
 
-def place(name: str) -> Place:
+def place(name: str) -> StorageLocation:
     """A path, or the URL of a folder on object storage. Raises ConfigError or CheckpointError."""
     return place_of(name, what="URL")
 
 
-def root_of(path: Place) -> Place:
+def root_of(path: StorageLocation) -> StorageLocation:
     """The folder that has a run's checkpoints. Raises CheckpointError."""
     if isinstance(path, Path) and is_folder(path / OF_A_RUN):
         return path / OF_A_RUN
@@ -36,7 +36,7 @@ def root_of(path: Place) -> Place:
     raise CheckpointError(f"{path}: no checkpoints there; expected {A_RUN}")
 
 
-def folders_at(path: Place) -> list[Place]:
+def folders_at(path: StorageLocation) -> list[StorageLocation]:
     """The checkpoint at a path, or all of a run, oldest first. Raises CheckpointError."""
     if at(path / MANIFEST).exists():
         return [path]
@@ -47,7 +47,7 @@ def folders_at(path: Place) -> list[Place]:
     return found
 
 
-def pointer_of(root: Place) -> str | None:
+def pointer_of(root: StorageLocation) -> str | None:
     """The name that the pointer of a run has; None if there is none that can be read."""
     try:
         return at(root / POINTER).read(MOST_OF_POINTER).decode().strip()
@@ -72,7 +72,7 @@ def alone_in(root: Path) -> Iterator[None]:
         lock.release()
 
 
-def written(path: Place) -> str:
+def written(path: StorageLocation) -> str:
     """The local time at which a checkpoint was written, from its manifest."""
     seconds = at(path / MANIFEST).modified()
     if seconds is None:

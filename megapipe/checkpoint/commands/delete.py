@@ -14,7 +14,7 @@ from megapipe.checkpoint.find import find_intact
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import POINTER
 from megapipe.checkpoint.retention import remove
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.checkpoint.writer import point_at
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError, ConfigError
@@ -52,7 +52,7 @@ def run(given: argparse.Namespace) -> None:
         raise CheckpointError("; ".join(problems))
 
 
-def _named(root: Place, name: str) -> list[Place]:
+def _named(root: StorageLocation, name: str) -> list[StorageLocation]:
     """The checkpoints of a step, or the one of a name. Raises ConfigError if there is none."""
     found = [root / key.name for key in committed(root) if name in (key.name, str(key.step))]
     if not found:

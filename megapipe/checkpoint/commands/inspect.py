@@ -15,7 +15,7 @@ from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
-from megapipe.words import counted, print_folded
+from megapipe.words import count_noun, print_folded
 
 PURPOSE = "what is in a checkpoint"
 
@@ -56,9 +56,11 @@ def _summary(checkpoint: Checkpoint) -> None:
     for name, entry in manifest.entries.items():
         kinds[name.split("/")[0], entry.dtype].append(prod(entry.shape))
     for (kind, dtype), sizes in sorted(kinds.items()):
-        print_folded(f"{kind}: {counted(len(sizes), 'tensor')}, {sum(sizes):,} values in {dtype}")
+        print_folded(
+            f"{kind}: {count_noun(len(sizes), 'tensor')}, {sum(sizes):,} values in {dtype}"
+        )
     nbytes = sum(record.bytes for record in manifest.files.values())
-    print_folded(f"{counted(len(manifest.files), 'file')}, {size_of(nbytes)}")
+    print_folded(f"{count_noun(len(manifest.files), 'file')}, {size_of(nbytes)}")
 
 
 def _tensors(checkpoint: Checkpoint, pattern: str) -> None:

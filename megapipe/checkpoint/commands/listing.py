@@ -18,10 +18,10 @@ from megapipe.checkpoint.commands.arguments import (
 from megapipe.checkpoint.folders import committed, leftovers
 from megapipe.checkpoint.names import POINTER
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError
-from megapipe.words import counted, table
+from megapipe.words import count_noun, table
 
 PURPOSE = "checkpoints of a run"
 
@@ -33,7 +33,7 @@ def add(parser: Parser) -> None:
 def run(given: argparse.Namespace) -> None:
     root = root_of(given.folder)
     rows = [_row(root / key.name) for key in reversed(committed(root))]
-    print(f"{root}: {counted(len(rows), 'checkpoint')}")
+    print(f"{root}: {count_noun(len(rows), 'checkpoint')}")
     if rows:
         print(table(rows, left=len(rows[0])))
     if (pointer := pointer_of(root)) is not None:
@@ -43,7 +43,7 @@ def run(given: argparse.Namespace) -> None:
         print(f"{leftover.name}: being written or removed, or left behind by a process that ended")
 
 
-def _row(path: Place) -> tuple[str, ...]:
+def _row(path: StorageLocation) -> tuple[str, ...]:
     try:
         checkpoint = Checkpoint.open(path)
     except CheckpointError as error:

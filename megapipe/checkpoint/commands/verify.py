@@ -8,10 +8,10 @@ import argparse
 
 from megapipe.checkpoint.commands.arguments import A_RUN, folders_at, place, size_of
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.storage import Place
+from megapipe.checkpoint.storage import StorageLocation
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError
-from megapipe.words import counted, print_folded
+from megapipe.words import count_noun, print_folded
 
 PURPOSE = "read all of checkpoints and compare checksums"
 
@@ -33,10 +33,10 @@ def run(given: argparse.Namespace) -> None:
             bad += 1
             print_folded(f"{folder}: DAMAGED: {error}")
     if bad:
-        raise CheckpointError(f"{bad} of {counted(len(folders), 'checkpoint')} cannot be used")
+        raise CheckpointError(f"{bad} of {count_noun(len(folders), 'checkpoint')} cannot be used")
 
 
-def _read(folder: Place, *, values: bool) -> str:
+def _read(folder: StorageLocation, *, values: bool) -> str:
     checkpoint = Checkpoint.open(folder)
     checkpoint.verify()
     if values:
@@ -44,9 +44,11 @@ def _read(folder: Place, *, values: bool) -> str:
             tensor = checkpoint.read(name)
             if odd := int((~tensor.isfinite()).sum()):
                 raise CheckpointError(
-                    f"{name} has {counted(odd, 'value')} of {tensor.numel():,} that "
+                    f"{name} has {count_noun(odd, 'value')} of {tensor.numel():,} that "
                     f"{'is' if odd == 1 else 'are'} not finite"
                 )
     files = checkpoint.manifest.files
     size = size_of(sum(record.bytes for record in files.values()))
-    return f"sound, {counted(len(files), 'file')}, {size}{', all values finite' if values else ''}"
+    return (
+        f"sound, {count_noun(len(files), 'file')}, {size}{', all values finite' if values else ''}"
+    )

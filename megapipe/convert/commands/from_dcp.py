@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from megapipe.command_line import Parser
-from megapipe.convert.adopt import CONFIGURATION, adopt
+from megapipe.convert.adopt import CONFIGURATION, import_model
 from megapipe.convert.commands.arguments import (
     add_shard_gb,
     add_trust,
@@ -50,5 +50,5 @@ def run(given: argparse.Namespace) -> None:
     source = open_dcp(
         given.source, config=given.config, prefix=given.prefix, trust=given.trust_pickle
     )
-    adopt(source, given.output, tokenizer=given.tokenizer, shard_bytes=most, tell=tell)
+    import_model(source, given.output, tokenizer=given.tokenizer, shard_bytes=most, tell=tell)
     print(f"{given.output}: a checkpoint, and {CONFIGURATION} for train.py")

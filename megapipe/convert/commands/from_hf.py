@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from megapipe.command_line import Parser
-from megapipe.convert.adopt import CONFIGURATION, adopt
+from megapipe.convert.adopt import CONFIGURATION, import_model
 from megapipe.convert.commands.arguments import add_shard_gb, be_quiet, shard_bytes, tell
 from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.convert.hub import local_folder
@@ -31,5 +31,5 @@ def run(given: argparse.Namespace) -> None:
     source = HuggingFaceFolder.open(local_folder(given.source))
     if source.files.note is not None:
         tell(source.files.note)
-    adopt(source, given.output, tokenizer=given.tokenizer, shard_bytes=most, tell=tell)
+    import_model(source, given.output, tokenizer=given.tokenizer, shard_bytes=most, tell=tell)
     print(f"{given.output}: a checkpoint, and {CONFIGURATION} for train.py")

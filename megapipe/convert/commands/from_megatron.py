@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from megapipe.command_line import Parser
-from megapipe.convert.adopt import CONFIGURATION, adopt
+from megapipe.convert.adopt import CONFIGURATION, import_model
 from megapipe.convert.commands.arguments import (
     add_shard_gb,
     add_trust,
@@ -46,5 +46,5 @@ def run(given: argparse.Namespace) -> None:
     source = MegatronFolder.open(
         given.source, vocab_size=given.vocab_size, trust=given.trust_pickle
     )
-    adopt(source, given.output, tokenizer=given.tokenizer, shard_bytes=most, tell=tell)
+    import_model(source, given.output, tokenizer=given.tokenizer, shard_bytes=most, tell=tell)
     print(f"{given.output}: a checkpoint, and {CONFIGURATION} for train.py")

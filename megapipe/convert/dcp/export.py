@@ -18,12 +18,12 @@ from megapipe.cli import stored_model
 from megapipe.convert.adapters import Adapters
 from megapipe.convert.dcp.folder import CONFIGURATION
 from megapipe.convert.describe import as_configuration
-from megapipe.convert.export import Weights, class_of_run, write_config
-from megapipe.convert.fresh import fresh_folder
+from megapipe.convert.export import ExportedWeights, class_of_run, write_config
+from megapipe.convert.fresh import atomic_folder
 from megapipe.convert.source import KIND
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.hf.config import has_class
-from megapipe.model.gpt.hf.weights import Entry
+from megapipe.model.gpt.hf.weights import TensorMapping
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, buffers
 from megapipe.util.dtypes import Dtype
 
@@ -58,7 +58,7 @@ def export_dcp(
             tell("no class of Hugging Face's expresses the model: the names are megapipe's")
     if names == "hf":
         row = class_of_run(checkpoint, model_type)
-        weights = Weights.of_class(checkpoint, row, dtype, in_files=False)
+        weights = ExportedWeights.of_class(checkpoint, row, dtype, in_files=False)
         head = f"{row.modules['head']}.weight"
         tied = weights.model.tied_embeddings
     else:
@@ -79,7 +79,7 @@ def export_dcp(
         if tied:
             yield head, checkpoint.read(f"{KIND}{WORD_EMBEDDING}").to(kind)
 
-    with fresh_folder(output) as folder:
+    with atomic_folder(output) as folder:
         if names == "hf":
             write_config(folder, row, weights)
         else:
@@ -99,16 +99,18 @@ def export_dcp(
     tell(f"{len(named):,} tensors")
 
 
-def _own(checkpoint: Checkpoint, dtype: Dtype | None) -> Weights:
+def _own(checkpoint: Checkpoint, dtype: Dtype | None) -> ExportedWeights:
     """The global tensors as they are, adapters beside the weights."""
     model = stored_model(checkpoint.config)
     beside = buffers(model)
     found = [
-        Entry(name.removeprefix(KIND), e.shape, (name.removeprefix(KIND),), "same", name in beside)
+        TensorMapping(
+            name.removeprefix(KIND), e.shape, (name.removeprefix(KIND),), "same", name in beside
+        )
         for name, e in checkpoint.manifest.entries.items()
         if name.startswith(KIND)
     ]
-    return Weights(
+    return ExportedWeights(
         checkpoint, model, found, dtype or model.dtype, Adapters(checkpoint, model, None)
     )
 

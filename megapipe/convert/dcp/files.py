@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from megapipe.checkpoint.regions import Region, intersect, miscovered
+from megapipe.checkpoint.regions import Region, first_uncovered, intersect
 from megapipe.convert.dcp import METADATA
 from megapipe.convert.dcp.metadata import read_metadata
-from megapipe.convert.tensor_files import DTYPES, Stored, StoredTensors
+from megapipe.convert.tensor_files import DTYPES, StoredTensor, StoredTensors
 from megapipe.errors import CheckpointError
 from megapipe.words import one_line
 
@@ -33,7 +33,7 @@ class DcpFiles(StoredTensors):
             if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
         }
         tensors = {
-            name: Stored(
+            name: StoredTensor(
                 METADATA,
                 _NAMES.get(stored.properties.dtype, str(stored.properties.dtype)),
                 tuple(stored.size),
@@ -91,7 +91,7 @@ class DcpFiles(StoredTensors):
         """The pieces of a tensor, each with its file. Raises CheckpointError unless they are all of
         it, in files of the folder."""
         shape, shards = self.tensors[name].shape, self._shards[name]
-        if any(not shard.fits(shape) for shard in shards) or miscovered(shape, shards):
+        if any(not shard.fits(shape) for shard in shards) or first_uncovered(shape, shards):
             raise CheckpointError(
                 f"{self.folder / METADATA}: the pieces of tensor {name} are not all of "
                 f"{list(shape)}"

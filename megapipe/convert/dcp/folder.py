@@ -11,7 +11,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.convert.dcp.files import DcpFiles
 from megapipe.convert.dcp.titan import TitanTensors, is_titan
 from megapipe.convert.folder import HuggingFaceFolder, read_model
-from megapipe.convert.source import CONFIG, KIND, Source
+from megapipe.convert.source import CONFIG, KIND, WeightSource
 from megapipe.convert.tensor_files import StoredTensors, widest
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.specs import by_name
@@ -26,7 +26,7 @@ _OF_OPTIMIZERS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
 def open_dcp(
     folder: Path, *, config: Path | None = None, prefix: str = "", trust: bool = False
-) -> Source:
+) -> WeightSource:
     """The model of a DCP folder.
 
     Args:
@@ -52,20 +52,20 @@ def open_dcp(
     if found.suffix in (".yaml", ".yml"):
         model = _own_model(found)
         if WORD_EMBEDDING in files.tensors:
-            return OwnNames(folder, model, files)
+            return NativeTensors(folder, model, files)
         model_type = row_of(model).model_type
     else:
         model_type, model = read_model(found.parent if found.is_file() else found)
         if WORD_EMBEDDING in files.tensors:
-            return OwnNames(folder, model, files)
+            return NativeTensors(folder, model, files)
     if is_titan(files.tensors):
         titan = TitanTensors(files, known(model.head_dim))
         return HuggingFaceFolder(folder, TABLE[model_type], model, titan)
     return HuggingFaceFolder(folder, TABLE[model_type], model, files)
 
 
-class OwnNames:
-    """Tensors by our own names, whole ones. It is a :class:`Source`."""
+class NativeTensors:
+    """Tensors by our own names, whole ones. It is a :class:`WeightSource`."""
 
     def __init__(self, path: Path, model: ModelConfig, files: StoredTensors) -> None:
         self.path = path

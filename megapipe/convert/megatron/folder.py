@@ -49,7 +49,7 @@ class Shards(Protocol):
 
 class MegatronFolder:
     """Arguments and weights; of the weights only names, shapes and types are held. It is a
-    :class:`~megapipe.convert.source.Source`. Make one with :meth:`open`."""
+    :class:`~megapipe.convert.source.WeightSource`. Make one with :meth:`open`."""
 
     def __init__(self, path: Path, shards: Shards, vocab_size: int | None) -> None:
         self.path = path

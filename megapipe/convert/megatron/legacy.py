@@ -21,7 +21,7 @@ from megapipe.convert.megatron.names import LAYERS, is_weight
 from megapipe.convert.pickles import load
 from megapipe.convert.tensor_files import DTYPES
 from megapipe.errors import CheckpointError
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _OLDEST_VERSION = 3.0
@@ -36,7 +36,7 @@ class LegacyShards:
     def __init__(self, folder: Path, args: dict[str, Any], stages: list[list[State]]) -> None:
         self.folder = folder
         self.args = args
-        self.form = f"legacy, tp {len(stages[0])}, {counted(len(stages), 'stage')}"
+        self.form = f"legacy, tp {len(stages[0])}, {count_noun(len(stages), 'stage')}"
         self._parts: dict[str, list[Tensor]] = {}
         first = 0
         for ranks in stages:

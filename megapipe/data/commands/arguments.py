@@ -12,7 +12,7 @@ from megapipe.config.data import DataConfig
 from megapipe.config.keys import expected, few_values
 from megapipe.config.section import documentation
 from megapipe.config.unused_keys import check_effects, refuse_unused
-from megapipe.data.given import is_given
+from megapipe.data.given import is_token_file
 from megapipe.data.row_keys import check_fields, unread_keys
 from megapipe.errors import ConfigError
 from megapipe.util.user_code import is_source
@@ -50,7 +50,7 @@ def data_config(given: argparse.Namespace) -> DataConfig:
             f"--source {config.source}: a data set of your own has token ids already, and there is "
             "nothing to prepare"
         )
-    if is_given(config.source):
+    if is_token_file(config.source):
         raise ConfigError(
             f"--source {config.source}: a token file has token ids already, and there is nothing "
             "to prepare; inspect, verify, merge and split are for such files"

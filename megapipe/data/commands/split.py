@@ -16,7 +16,7 @@ from megapipe.command_line import Parser
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import without_suffix
 from megapipe.data.tokens.fresh import fresh, refuse_existing
-from megapipe.data.tokens.join import Choice, join
+from megapipe.data.tokens.join import DocumentFilter, join
 from megapipe.data.tokens.verify import verify
 from megapipe.errors import ConfigError, DataError
 
@@ -59,7 +59,7 @@ def boundaries(shares: list[float], documents: int) -> list[int]:
     return [0, *(round(end * documents) for end in ends[:-1]), documents]
 
 
-def _between(start: int, stop: int) -> Choice:
+def _between(start: int, stop: int) -> DocumentFilter:
     def choice(first: int, last: int) -> npt.NDArray[np.bool_]:
         numbers = np.arange(first, last)
         return (numbers >= start) & (numbers < stop)

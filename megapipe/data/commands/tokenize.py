@@ -20,7 +20,7 @@ from megapipe.data.commands.arguments import OF_A_CORPUS, add_keys, data_config
 from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.prepare import prepare
 from megapipe.data.prepare.file import prepare_file
-from megapipe.data.prepare.sizes import Sizes
+from megapipe.data.prepare.sizes import CorpusSizes
 from megapipe.data.remote import fetched
 from megapipe.data.row_keys import no_rows
 from megapipe.data.supervised import prepare_examples
@@ -89,13 +89,13 @@ def _config(given: argparse.Namespace) -> DataConfig:
     return fetched(config)
 
 
-def _line_of_examples(sizes: Sizes) -> str:
+def _line_of_examples(sizes: CorpusSizes) -> str:
     return (
         f"{sizes.documents:,} examples  {sizes.tokens:,} tokens  longest {sizes.longest:,} tokens"
     )
 
 
-def _line(sizes: Sizes) -> str:
+def _line(sizes: CorpusSizes) -> str:
     return (
         f"{sizes.documents:,} documents  {sizes.tokens:,} tokens  {sizes.text_bytes:,} bytes of "
         f"text, {sizes.text_bytes / sizes.tokens:.2f} a token  longest {sizes.longest:,} tokens"

@@ -12,7 +12,7 @@ _READ = 2**20
 _LINE_START = re.compile(r"\n(?=\S)")
 
 
-class Piece(NamedTuple):
+class TextChunk(NamedTuple):
     """A part of a document."""
 
     text: str
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     """Whether an end mark follows the document."""
 
 
-def cut(chunks: Iterable[str]) -> Iterator[Piece]:
+def cut(chunks: Iterable[str]) -> Iterator[TextChunk]:
     """The pieces of one document that comes in chunks of any length.
 
     A piece ends at the end of a line that another follows which begins with no white space; most
@@ -34,9 +34,9 @@ def cut(chunks: Iterable[str]) -> Iterator[Piece]:
         text += chunk
         while len(text) > LONGEST:
             at = _last_line_start(text)
-            yield Piece(text[:at], ends=False)
+            yield TextChunk(text[:at], ends=False)
             text = text[at:]
-    yield Piece(text, ends=True)
+    yield TextChunk(text, ends=True)
 
 
 def _last_line_start(text: str) -> int:

@@ -16,9 +16,9 @@ from typing import IO, Protocol, TypeVar
 from megapipe.config.data import DataConfig
 from megapipe.data.corpus import files, json_rows, tables
 from megapipe.data.corpus.compressed import inner_suffix, is_compressed, opened
-from megapipe.data.corpus.cutting import Piece, cut, decoded
+from megapipe.data.corpus.cutting import TextChunk, cut, decoded
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data.corpus.rows import Rows, TextRows
+from megapipe.data.corpus.rows import RowParser, TextRows
 from megapipe.errors import DataError
 
 PART = 2**23
@@ -31,14 +31,14 @@ MOST_PARTS = 10000
 T = TypeVar("T")
 
 
-class Part(Protocol):
+class CorpusShard(Protocol):
     """Whole documents that follow one another in a corpus; may be sent to another process."""
 
     @property
     def source_bytes(self) -> int:
         """Bytes of the corpus on disk that it stands for; 0 where they are not known."""
 
-    def pieces(self, count: RowCount) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[TextChunk]:
         """Its documents; rows without a text are added to `count`. Raises DataError for what cannot
         be read."""
 
@@ -52,7 +52,7 @@ class TextFiles:
     skip_other_encodings: bool = False
     """Leave out what is no UTF-8, as test data of the standard library is."""
 
-    def pieces(self, count: RowCount) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[TextChunk]:
         for path in self.paths:
             with opened(path) as file:
                 try:
@@ -75,13 +75,13 @@ class LineRange:
     path: Path
     start: int
     stop: int
-    rows: Rows
+    rows: RowParser
 
     @property
     def source_bytes(self) -> int:
         return self.stop - self.start
 
-    def pieces(self, count: RowCount) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[TextChunk]:
         origin = f"corpus file {self.path}"
         reader = self.rows.reader(origin, count)
         try:
@@ -125,9 +125,9 @@ class Lines:
     first: int
     """Number of the first line."""
     source_bytes: int
-    rows: Rows
+    rows: RowParser
 
-    def pieces(self, count: RowCount) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[TextChunk]:
         reader = self.rows.reader(f"corpus file {self.path}", count)
         found = json_rows.of_lines(BytesIO(self.content), reader, self.first)
         yield from _pieces(found, self.rows)
@@ -142,9 +142,9 @@ class RowGroups:
     path: Path
     groups: tuple[int, ...]
     source_bytes: int
-    rows: Rows
+    rows: RowParser
 
-    def pieces(self, count: RowCount) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[TextChunk]:
         texts = tables.of_row_groups(self.path, self.groups, self.rows, count)
         return _pieces(texts, self.rows)
 
@@ -155,16 +155,16 @@ class Texts:
 
     texts: tuple[str, ...]
     source_bytes: int
-    rows: Rows
+    rows: RowParser
     counted: RowCount
     """Of the rows that were read for them."""
 
-    def pieces(self, count: RowCount) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[TextChunk]:
         count.add(self.counted)
         return _pieces(self.texts, self.rows)
 
 
-def parts(config: DataConfig, rows: Rows | None = None) -> Iterator[Part]:
+def parts(config: DataConfig, rows: RowParser | None = None) -> Iterator[CorpusShard]:
     """The parts of a corpus, in its order; there may be none.
 
     Args:
@@ -201,7 +201,7 @@ def parts(config: DataConfig, rows: Rows | None = None) -> Iterator[Part]:
         yield from _grouped(waiting, size)
 
 
-def pieces(config: DataConfig, count: RowCount | None = None) -> Iterator[Piece]:
+def pieces(config: DataConfig, count: RowCount | None = None) -> Iterator[TextChunk]:
     """Yield the whole corpus, read in this process, and add its rows to `count`. Lone surrogates
     are replaced. Raises as reading its parts does."""
     count = count or RowCount()
@@ -237,7 +237,7 @@ def _is_saved(paths: list[Path]) -> bool:
     return len(paths) == 1 and files.is_saved_data_set(paths[0])
 
 
-def _divider(path: Path) -> Callable[[Path, Rows, int], Iterator[Part]] | None:
+def _divider(path: Path) -> Callable[[Path, RowParser, int], Iterator[CorpusShard]] | None:
     """The function that divides a file, given its rows' reader, into parts of some bytes; None for
     text, of which several files make one part."""
     suffix = inner_suffix(path)
@@ -256,13 +256,13 @@ def _grouped(
         yield TextFiles(group, nbytes, skip_other_encodings)
 
 
-def _of_lines(path: Path, rows: Rows, size: int) -> Iterator[LineRange]:
+def _of_lines(path: Path, rows: RowParser, size: int) -> Iterator[LineRange]:
     end = files.size_of(path)
     for start in range(0, end, size):
         yield LineRange(path, start, min(start + size, end), rows)
 
 
-def _of_packed_lines(path: Path, rows: Rows, _: int) -> Iterator[Lines]:
+def _of_packed_lines(path: Path, rows: RowParser, _: int) -> Iterator[Lines]:
     with opened(path) as file:
         first, before = 1, 0
         while content := file.content.read(PART):
@@ -272,14 +272,14 @@ def _of_packed_lines(path: Path, rows: Rows, _: int) -> Iterator[Lines]:
             first, before = first + content.count(b"\n"), at
 
 
-def _of_json(path: Path, rows: Rows, _: int) -> Iterator[Texts]:
+def _of_json(path: Path, rows: RowParser, _: int) -> Iterator[Texts]:
     with opened(path) as file:
         count = RowCount()
         texts = json_rows.of_values(file.content, rows.reader(f"corpus file {path}", count))
         yield from _of_stream(texts, rows, count, file.raw.tell)
 
 
-def _of_parquet(path: Path, rows: Rows, size: int) -> Iterator[RowGroups]:
+def _of_parquet(path: Path, rows: RowParser, size: int) -> Iterator[RowGroups]:
     if is_compressed(path):
         raise DataError(f"corpus file {path}: parquet cannot be read from a packed file; unpack it")
     for groups, nbytes in _gathered(tables.row_groups(path), size):
@@ -288,7 +288,7 @@ def _of_parquet(path: Path, rows: Rows, size: int) -> Iterator[RowGroups]:
 
 def _of_stream(
     texts: Iterable[str],
-    rows: Rows,
+    rows: RowParser,
     count: RowCount,
     bytes_read: Callable[[], int] = lambda: 0,
 ) -> Iterator[Texts]:
@@ -328,6 +328,6 @@ def _gathered(sized: Iterable[tuple[T, int]], size: int) -> Iterator[tuple[tuple
         yield tuple(group), nbytes
 
 
-def _pieces(texts: Iterable[str], rows: Rows) -> Iterator[Piece]:
+def _pieces(texts: Iterable[str], rows: RowParser) -> Iterator[TextChunk]:
     for text in texts:
         yield from rows.pieces(text)

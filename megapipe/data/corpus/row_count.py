@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from megapipe.errors import DataError
-from megapipe.words import counted, without_surrogates
+from megapipe.words import count_noun, without_surrogates
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -56,8 +56,8 @@ class RowCount:
             )
         if self.lone_surrogates:
             yield (
-                f"{counted(self.lone_surrogates, 'lone surrogate')} in {source} (such as \\ud83d "
-                "without its other half): each is read as ?"
+                f"{count_noun(self.lone_surrogates, 'lone surrogate')} in {source} (such as "
+                "\\ud83d without its other half): each is read as ?"
             )
 
     def no_text(self, source: str, field: str) -> DataError:

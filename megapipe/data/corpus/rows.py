@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megapipe.data.corpus.cutting import Piece, cut
+from megapipe.data.corpus.cutting import TextChunk, cut
 from megapipe.data.corpus.json_rows import Field, RowReader
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.errors import DataError
 
 
-class Rows(Protocol):
+class RowParser(Protocol):
     """How rows become documents; may be sent to another process."""
 
     @property
@@ -30,7 +30,7 @@ class Rows(Protocol):
         """Yield the documents of a table of these columns, whose first row has the number `first`,
         and count the rows that lack one."""
 
-    def pieces(self, document: str) -> Iterator[Piece]:
+    def pieces(self, document: str) -> Iterator[TextChunk]:
         """A document in the pieces that are tokenized."""
 
 
@@ -65,5 +65,5 @@ class TextRows:
     def of_table(self, origin: str, table: Any, first: int, count: RowCount) -> Iterator[str]:
         return filter(None, map(count.count_text, table.column(0).to_pylist()))
 
-    def pieces(self, document: str) -> Iterator[Piece]:
+    def pieces(self, document: str) -> Iterator[TextChunk]:
         return cut([document])

@@ -9,7 +9,7 @@ from typing import Any
 
 from megapipe.config.data import DataConfig
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data.corpus.rows import Rows
+from megapipe.data.corpus.rows import RowParser
 from megapipe.data.hub import check_reachable
 from megapipe.errors import DataError
 from megapipe.util.paths import exists, user_path
@@ -46,7 +46,9 @@ def row_groups(path: Path) -> list[tuple[int, int]]:
         ]
 
 
-def of_row_groups(path: Path, groups: Sequence[int], rows: Rows, count: RowCount) -> Iterator[str]:
+def of_row_groups(
+    path: Path, groups: Sequence[int], rows: RowParser, count: RowCount
+) -> Iterator[str]:
     """The documents of some row groups of a parquet file, which follow one another."""
     import pyarrow.parquet as pq
 
@@ -59,7 +61,7 @@ def of_row_groups(path: Path, groups: Sequence[int], rows: Rows, count: RowCount
             row += batch.num_rows
 
 
-def of_saved(path: Path, config: DataConfig, rows: Rows, count: RowCount) -> Iterator[str]:
+def of_saved(path: Path, config: DataConfig, rows: RowParser, count: RowCount) -> Iterator[str]:
     """The documents of a folder that `datasets` has saved."""
 
     def load() -> Any:
@@ -73,7 +75,7 @@ def of_saved(path: Path, config: DataConfig, rows: Rows, count: RowCount) -> Ite
     return _of_data_set(f"corpus {path}", rows, count, load)
 
 
-def of_data_set(config: DataConfig, rows: Rows, count: RowCount) -> Iterator[str]:
+def of_data_set(config: DataConfig, rows: RowParser, count: RowCount) -> Iterator[str]:
     """The documents of a data set that `datasets` opens: on the hub, or a folder as on the hub."""
     local = user_path(config.source)
     if exists(local):
@@ -101,7 +103,7 @@ def _split_of(splits: Any, config: DataConfig, name: object) -> Any:
 
 
 def _of_data_set(
-    origin: str, rows: Rows, count: RowCount, load: Callable[[], Any]
+    origin: str, rows: RowParser, count: RowCount, load: Callable[[], Any]
 ) -> Iterator[str]:
     """The documents of the data set that `load` opens."""
     with reading(origin):

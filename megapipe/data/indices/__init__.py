@@ -2,7 +2,7 @@
 
 from megapipe.data.indices.blend import blend_index
 from megapipe.data.indices.cached_blend import open_blend
-from megapipe.data.indices.counts import Counts
+from megapipe.data.indices.counts import EpochCounts
 from megapipe.data.indices.dataset import IndexedDataset
 from megapipe.data.indices.indices import Indices, Request, open_indices
 from megapipe.data.indices.mixing import Blend
@@ -12,7 +12,7 @@ from megapipe.data.indices.shares import BlendSizes
 __all__ = [
     "Blend",
     "BlendSizes",
-    "Counts",
+    "EpochCounts",
     "IndexedDataset",
     "Indices",
     "Request",

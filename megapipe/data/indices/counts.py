@@ -14,7 +14,7 @@ _SMALL = 0.80
 
 
 @dataclass(frozen=True)
-class Counts:
+class EpochCounts:
     """The sizes of the indices.
 
     Attributes:
@@ -31,7 +31,7 @@ class Counts:
     @staticmethod
     def of(
         tokens: int, sequence_length: int, wanted: int | None, *, keep_last: bool = False
-    ) -> Counts:
+    ) -> EpochCounts:
         """The counts that Megatron-LM takes.
 
         A run that needs little of a last epoch would hardly see some documents of it, were it mixed
@@ -62,4 +62,4 @@ class Counts:
             before = ((epochs - 1) * tokens - 1) // sequence_length
             if wanted - before < int(_SMALL * ((tokens - 1) // sequence_length)):
                 apart = before
-        return Counts(epochs, samples, apart)
+        return EpochCounts(epochs, samples, apart)

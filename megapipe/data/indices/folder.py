@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megapipe.data.prepare.once import make_once
+from megapipe.data.prepare.once import build_once
 from megapipe.data.stored import Array, StoredArray, StoredFile, write_checksums
 from megapipe.errors import DataError
 
@@ -29,7 +29,7 @@ def stored_arrays(
     """The arrays of a folder, by name, of which each process reads what it needs.
 
     If the folder is not there, one of the processes that share its file system computes them, and
-    the others wait for it (:func:`~megapipe.data.prepare.once.make_once`).
+    the others wait for it (:func:`~megapipe.data.prepare.once.build_once`).
 
     Args:
         folder: named by all that decides the content.
@@ -54,7 +54,7 @@ def stored_arrays(
 
     try:
         if not folder.exists():
-            make_once(folder, fill, note)
+            build_once(folder, fill, note)
     except OSError as error:
         where = error.filename or folder
         raise DataError(f"indices {where}: {error.strerror or error}") from error

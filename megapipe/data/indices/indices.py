@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megapipe.data.dataset import TooShort
-from megapipe.data.indices.counts import Counts
+from megapipe.data.indices.counts import EpochCounts
 from megapipe.data.indices.folder import Form, Save, stored_arrays
 from megapipe.data.indices.samples import sample_index
 from megapipe.data.indices.shuffled import document_index, generator, shuffle_index
@@ -88,7 +88,7 @@ def open_indices(
     generator(request.seed)  # a seed that it does not take is refused before anything is written
     tokens = _tokens(file, request.sequences)
     try:
-        counts = Counts.of(
+        counts = EpochCounts.of(
             tokens, request.sequence_length, request.samples, keep_last=request.keep_last
         )
     except DataError as error:
@@ -137,7 +137,7 @@ def _lengths(file: TokenFile, sequences: range, tokens: int) -> Array:
     return lengths
 
 
-def _digest(file: TokenFile, request: Request, counts: Counts) -> str:
+def _digest(file: TokenFile, request: Request, counts: EpochCounts) -> str:
     """SHA-256, in hex, of what decides the arrays: more samples of as many epochs are the same."""
     sizes = [len(file.tokens), file.tokens.dtype.str, len(file.lengths), len(file)]
     sequences = [request.sequences.start, request.sequences.stop]

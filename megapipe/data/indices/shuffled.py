@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.data.indices.counts import Counts
+from megapipe.data.indices.counts import EpochCounts
 from megapipe.errors import ConfigError, DataError
 
 _MOST_SEQUENCES = 2**31
@@ -24,7 +24,7 @@ def generator(seed: int) -> np.random.RandomState:
 
 
 def document_index(
-    sequences: range, counts: Counts, random: np.random.RandomState
+    sequences: range, counts: EpochCounts, random: np.random.RandomState
 ) -> npt.NDArray[np.int32]:
     """The sequences of all epochs in the order in which they are read [epochs * sequences].
 
@@ -40,7 +40,7 @@ def document_index(
     return found
 
 
-def shuffle_index(counts: Counts, random: np.random.RandomState) -> npt.NDArray[Any]:
+def shuffle_index(counts: EpochCounts, random: np.random.RandomState) -> npt.NDArray[Any]:
     """The number of each sample in reading order, in the order of training [samples]: uint32, or
     int64 if there are 2^32 - 2 or more."""
     small = counts.samples < np.iinfo(np.uint32).max - 1

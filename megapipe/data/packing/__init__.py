@@ -1,6 +1,6 @@
 """Samples of whole documents, packed so that little of them is padding."""
 
 from megapipe.data.packing.dataset import PackedDataset
-from megapipe.data.packing.index import Packing, Rule, open_packing
+from megapipe.data.packing.index import Packing, PackingRule, open_packing
 
-__all__ = ["PackedDataset", "Packing", "Rule", "open_packing"]
+__all__ = ["PackedDataset", "Packing", "PackingRule", "open_packing"]

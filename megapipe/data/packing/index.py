@@ -38,7 +38,7 @@ class Packing(NamedTuple):
     """[P] int32: its positions, 1 to L."""
 
 
-class Rule(NamedTuple):
+class PackingRule(NamedTuple):
     """How documents become pieces of samples of L = `length` positions.
 
     A document of n tokens has n - 1 positions; where that is more than L - `spare`, it is cut into
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
     """False: a document that is too long is left out."""
 
 
-def open_packing(stream: Stream, rule: Rule, cache: Path) -> Packing:
+def open_packing(stream: Stream, rule: PackingRule, cache: Path) -> Packing:
     """How the documents of a stream are packed into samples, computed by one of the processes that
     share `cache`.
 
@@ -85,7 +85,7 @@ def open_packing(stream: Stream, rule: Rule, cache: Path) -> Packing:
     return found
 
 
-def _pack(stream: Stream, rule: Rule) -> dict[str, Array]:
+def _pack(stream: Stream, rule: PackingRule) -> dict[str, Array]:
     """The arrays of a packing, by name."""
     found: dict[str, list[Array]] = {
         "samples": [np.zeros(1, np.int64)],
@@ -129,7 +129,7 @@ def _pieces(first: Numbers, positions: Numbers, length: int) -> tuple[Numbers, N
     return starts, np.minimum(np.repeat(positions, counts) - number * length, length)
 
 
-def _nothing(stream: Stream, rule: Rule) -> str:
+def _nothing(stream: Stream, rule: PackingRule) -> str:
     if rule.cut:
         return "has no document of 2 tokens or more to pack: use more text"
     return (
@@ -139,7 +139,7 @@ def _nothing(stream: Stream, rule: Rule) -> str:
     )
 
 
-def _digest(stream: Stream, rule: Rule) -> str:
+def _digest(stream: Stream, rule: PackingRule) -> str:
     """Of what decides the packing: the lengths of the documents, by their ends at some places."""
     boundaries = stream.file.documents
     chosen = np.unique(np.linspace(0, len(boundaries) - 1, _PROBES).astype(np.int64))

@@ -16,13 +16,13 @@ from pydantic import Field, ValidationError
 
 from megapipe.config.data import DataConfig
 from megapipe.config.section import Section
-from megapipe.data.corpus import Rows, identity
+from megapipe.data.corpus import RowParser, identity
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.dataset import SPLITS, Split, Stream
 from megapipe.data.prepare.held_out import divide
-from megapipe.data.prepare.once import make_once
-from megapipe.data.prepare.parts_folder import PartsFolder
-from megapipe.data.prepare.sizes import Sizes
+from megapipe.data.prepare.once import build_once
+from megapipe.data.prepare.parts_folder import CorpusShardFolder
+from megapipe.data.prepare.sizes import CorpusSizes
 from megapipe.data.stored import crc_of, write_checksums
 from megapipe.data.tokenizer import Encoder
 from megapipe.data.tokens import TokenFile
@@ -49,9 +49,9 @@ class Meta(Section):
     """Id of the end mark."""
     entropy: float
     """Unigram entropy of the corpus, both sides and end marks included, in nats per token."""
-    train: Sizes
+    train: CorpusSizes
     """The tokens that are trained on."""
-    validation: Sizes | None
+    validation: CorpusSizes | None
     """The tokens that are held out; None: none are."""
     files: dict[str, int]
     """Size in bytes of each file of tokens, indices and checksums."""
@@ -99,7 +99,7 @@ class Prepared:
 
 
 def prepare(
-    config: DataConfig, tokenizer: Encoder, rows: Rows | None = None, *, progress: bool = True
+    config: DataConfig, tokenizer: Encoder, rows: RowParser | None = None, *, progress: bool = True
 ) -> Prepared:
     """The tokenized corpus of `config`, from the cache if it is there.
 
@@ -116,10 +116,10 @@ def prepare(
     """
     digest = _digest(config, tokenizer)
     folder = Path(config.cache, digest)
-    parts = PartsFolder(Path(config.cache, f".{digest}.parts"), config, tokenizer, rows)
+    parts = CorpusShardFolder(Path(config.cache, f".{digest}.parts"), config, tokenizer, rows)
     try:
         if not folder.exists():
-            make_once(folder, lambda new: _build(parts, new, digest, progress=progress))
+            build_once(folder, lambda new: _build(parts, new, digest, progress=progress))
         parts.remove()
     except OSError as error:
         where = error.filename or config.cache
@@ -148,7 +148,7 @@ def _checked_meta(folder: Path) -> Meta:
     return meta
 
 
-def _build(parts: PartsFolder, folder: Path, digest: str, *, progress: bool) -> None:
+def _build(parts: CorpusShardFolder, folder: Path, digest: str, *, progress: bool) -> None:
     """Fill `folder`, which is there and empty, for a corpus of that digest."""
     config, tokenizer = parts.config, parts.tokenizer
     divided = divide(parts, folder, progress=progress)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.data.corpus import Part, Piece
+from megapipe.data.corpus import CorpusShard, TextChunk
 from megapipe.data.corpus.cutting import LONGEST
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.tokenizer import Encoder
@@ -49,7 +49,7 @@ def prefix_of(folder: Path, number: int) -> Path:
     return folder / f"{number:06}"
 
 
-def finished(prefix: Path, part: Part) -> Summary | None:
+def finished(prefix: Path, part: CorpusShard) -> Summary | None:
     """The summary of a part that is there; None if it is not, is damaged, or is another."""
     try:
         TokenFile(prefix)
@@ -73,7 +73,7 @@ def summary_file(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".npz")
 
 
-def encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
+def encode(part: CorpusShard, tokenizer: Encoder, prefix: Path) -> Summary:
     """Tokenize a part into the files of `prefix`; empty documents are left out.
 
     Raises:
@@ -94,12 +94,12 @@ def encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
             name(working).unlink(missing_ok=True)
 
 
-def _made_of(part: Part) -> str:
+def _made_of(part: CorpusShard) -> str:
     """Digest of what a part is made of, and how."""
     return hashlib.sha256(repr((_FORMAT, LONGEST, part)).encode()).hexdigest()
 
 
-def _encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
+def _encode(part: CorpusShard, tokenizer: Encoder, prefix: Path) -> Summary:
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     text_bytes: list[int] = []
     length = nbytes = 0  # of the document that has begun
@@ -128,9 +128,9 @@ def _encode(part: Part, tokenizer: Encoder, prefix: Path) -> Summary:
     return Summary(sizes, occurring, counts[occurring], count)
 
 
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def batches(pieces: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
     """Lists of pieces that have text, each ending where it has the characters of a batch."""
-    batch: list[Piece] = []
+    batch: list[TextChunk] = []
     characters = 0
     for piece in pieces:
         if not piece.text:

@@ -10,9 +10,9 @@ from megapipe.config.section import Section
 from megapipe.data.corpus import identity
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare.copies import check_contents
-from megapipe.data.prepare.once import make_once
-from megapipe.data.prepare.parts_folder import PartsFolder
-from megapipe.data.prepare.sizes import Sizes, sizes_of
+from megapipe.data.prepare.once import build_once
+from megapipe.data.prepare.parts_folder import CorpusShardFolder
+from megapipe.data.prepare.sizes import CorpusSizes, sizes_of
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
@@ -21,12 +21,12 @@ from megapipe.data.tokens.join import join
 from megapipe.errors import DataError
 
 
-class Made(Section):
+class TokenFileMeta(Section):
     """A token file of a whole corpus."""
 
     mark: str
     """Digest of the corpus and the tokenizer."""
-    sizes: Sizes
+    sizes: CorpusSizes
     """Its sizes."""
     entropy: float
     """Unigram entropy, in nats per token."""
@@ -36,7 +36,7 @@ class Made(Section):
 
 def prepare_file(
     config: DataConfig, tokenizer: Tokenizer, prefix: Path, *, progress: bool = True
-) -> Made:
+) -> TokenFileMeta:
     """Write `prefix`.bin and .idx with all documents of a corpus, in its order.
 
     They are made in a folder beside, which one process at a time has. Work that was cut short is
@@ -47,7 +47,7 @@ def prepare_file(
             cannot be written.
     """
     mark = _mark(config, tokenizer)
-    parts = PartsFolder(prefix.with_name(f".{prefix.name}.{mark}.parts"), config, tokenizer)
+    parts = CorpusShardFolder(prefix.with_name(f".{prefix.name}.{mark}.parts"), config, tokenizer)
     folder = prefix.with_name(f".{prefix.name}.made")
     vocab_size = tokenizer.vocab_size
 
@@ -60,14 +60,14 @@ def prepare_file(
         if _mark(config, tokenizer) != mark:
             raise parts.has_changed()
         sizes = sizes_of(new / "whole", whole.text_bytes)
-        made = Made(mark=mark, sizes=sizes, entropy=whole.entropy, rows=whole.rows)
+        made = TokenFileMeta(mark=mark, sizes=sizes, entropy=whole.entropy, rows=whole.rows)
         (new / "made.json").write_text(made.model_dump_json())
 
     try:
         if not folder.exists():
             refuse_existing(prefix)
-            make_once(folder, fill)
-        made = Made.model_validate_json((folder / "made.json").read_bytes())
+            build_once(folder, fill)
+        made = TokenFileMeta.model_validate_json((folder / "made.json").read_bytes())
         for name in (bin_of, idx_of):
             give_name(name(folder / "whole"), name(prefix))
         shutil.rmtree(folder)

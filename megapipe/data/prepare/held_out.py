@@ -10,30 +10,30 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.data import DataConfig
-from megapipe.data.corpus import Piece, is_one_text, pieces
+from megapipe.data.corpus import TextChunk, is_one_text, pieces
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.order import splitmix64
 from megapipe.data.prepare.copies import check_contents
 from megapipe.data.prepare.encode import encode, read_summary, summary_file
-from megapipe.data.prepare.parts_folder import PartsFolder, unigram_entropy
+from megapipe.data.prepare.parts_folder import CorpusShardFolder, unigram_entropy
 from megapipe.data.prepare.progress import Meter, meter
-from megapipe.data.prepare.sizes import Sizes, sizes_of
+from megapipe.data.prepare.sizes import CorpusSizes, sizes_of
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
-from megapipe.data.tokens.join import Choice, join
+from megapipe.data.tokens.join import DocumentFilter, join
 from megapipe.errors import DataError
 
 
 class Divided(NamedTuple):
     """Both sides, the unigram entropy of their tokens in nats per token, and their rows."""
 
-    train: Sizes
-    validation: Sizes | None
+    train: CorpusSizes
+    validation: CorpusSizes | None
     entropy: float
     rows: RowCount
 
 
-def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
+def divide(parts: CorpusShardFolder, folder: Path, *, progress: bool) -> Divided:
     """Write the token files ``train`` and ``validation`` of a corpus in `folder`.
 
     A share of the documents, chosen by a hash of their number in the corpus, is held out; each side
@@ -54,7 +54,7 @@ def divide(parts: PartsFolder, folder: Path, *, progress: bool) -> Divided:
     prefixes = parts.prefixes(whole)
     fraction, vocab_size = parts.config.validation_fraction, parts.tokenizer.vocab_size
 
-    def write(name: str, choice: Choice | None, text_bytes: int) -> Sizes:
+    def write(name: str, choice: DocumentFilter | None, text_bytes: int) -> CorpusSizes:
         with TokenWriter(folder / name, token_type(vocab_size), vocab_size) as writer:
             join(prefixes, writer, choice)
         return sizes_of(folder / name, text_bytes)
@@ -117,18 +117,18 @@ class _Share:
     shown: Meter
     source_bytes = 0
 
-    def pieces(self, count: RowCount) -> Iterator[Piece]:
+    def pieces(self, count: RowCount) -> Iterator[TextChunk]:
         at = 0
         for piece in pieces(self.config):
             inside = piece.text[max(self.start - at, 0) : max(self.stop - at, 0)]
             at += len(piece.text)
             if inside:
                 self.shown.advance(len(inside))
-                yield Piece(inside, ends=at >= self.stop)
+                yield TextChunk(inside, ends=at >= self.stop)
 
 
 def _divide_document(
-    parts: PartsFolder, folder: Path, rows: RowCount, *, progress: bool
+    parts: CorpusShardFolder, folder: Path, rows: RowCount, *, progress: bool
 ) -> Divided:
     config, tokenizer = parts.config, parts.tokenizer
     length = sum(len(piece.text) for piece in pieces(config))
@@ -142,7 +142,7 @@ def _divide_document(
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     with meter(f"tokenizing {config.source}", length, wanted=progress) as shown:
 
-        def write(name: str, start: int, stop: int) -> Sizes:
+        def write(name: str, start: int, stop: int) -> CorpusSizes:
             summary = encode(_Share(config, start, stop, shown), tokenizer, folder / name)
             summary_file(folder / name).unlink()
             counts[summary.ids] += summary.counts

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megapipe.util import heartbeat
 from megapipe.util.heartbeat import attempts, beating
-from megapipe.words import counted
+from megapipe.words import count_noun
 
 MAKER = "maker"
 """The file in a maker's folder that says who it is."""
@@ -51,7 +51,7 @@ def remove_leftovers(cache: Path, note: Callable[[str], None], but: str = "") ->
                 sizes += _remove(cache / name, now)
     if sizes:
         note(
-            f"removed {counted(len(sizes), 'folder')}, {sum(sizes) / 1e6:,.1f} MB, that killed "
+            f"removed {count_noun(len(sizes), 'folder')}, {sum(sizes) / 1e6:,.1f} MB, that killed "
             f"preparations had left in {cache}"
         )
 

@@ -21,7 +21,7 @@ from megapipe.util import heartbeat
 from megapipe.util.heartbeat import attempts, beating
 
 
-def make_once(
+def build_once(
     folder: Path, fill: Callable[[Path], None], note: Callable[[str], None] | None = None
 ) -> None:
     """Return when `folder` exists, made here or by another process that was first.
@@ -31,7 +31,7 @@ def make_once(
     to stderr. Raises what `fill` raises, and OSError; the unfinished folder is then removed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    note = note or heartbeat.say
+    note = note or heartbeat.print_notice
     watch = _Watch(note, folder)
     while not folder.exists():
         number, newest = max(attempts(folder), default=(0, None))
@@ -71,7 +71,7 @@ class _Watch:
     def __init__(self, note: Callable[[str], None], folder: Path) -> None:
         self.note = note
         self.folder = folder
-        self._watch = heartbeat.Watch()
+        self._watch = heartbeat.OwnerWatch()
         self._told: Path | None = None
 
     def is_gone(self, attempt: Path) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.data import DataConfig
-from megapipe.data.corpus import Part, Rows, parts, total_bytes
+from megapipe.data.corpus import CorpusShard, RowParser, parts, total_bytes
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare.encode import Summary, prefix_of
 from megapipe.data.prepare.progress import meter
@@ -19,7 +19,7 @@ from megapipe.errors import DataError
 from megapipe.util.beneath import refuse_links
 
 
-class Whole(NamedTuple):
+class CorpusTotals(NamedTuple):
     """Totals of a corpus whose parts are there."""
 
     parts: int
@@ -32,19 +32,19 @@ class Whole(NamedTuple):
     """Rows that were read, and what of them has no text."""
 
 
-class PartsFolder:
+class CorpusShardFolder:
     """The parts of the corpus of `config` in `folder`, which stands for it, for `tokenizer` and for
     what is taken of `rows`, by default a text."""
 
     def __init__(
-        self, folder: Path, config: DataConfig, tokenizer: Encoder, rows: Rows | None = None
+        self, folder: Path, config: DataConfig, tokenizer: Encoder, rows: RowParser | None = None
     ) -> None:
         self.folder = folder
         self.config = config
         self.tokenizer = tokenizer
         self.rows = rows
 
-    def fill(self, *, progress: bool) -> Whole:
+    def fill(self, *, progress: bool) -> CorpusTotals:
         """Tokenize what is not there yet; what has been done stays if that fails.
 
         Raises:
@@ -60,7 +60,7 @@ class PartsFolder:
             total = total_bytes(self.config)
             with meter(f"tokenizing {self.config.source}", total, wanted=progress) as shown:
 
-                def step(part: Part, summary: Summary, was_there: bool) -> None:
+                def step(part: CorpusShard, summary: Summary, was_there: bool) -> None:
                     nonlocal documents, text_bytes
                     its_bytes = int(summary.text_bytes.sum())
                     counts[summary.ids] += summary.counts
@@ -78,7 +78,7 @@ class PartsFolder:
         finally:
             with contextlib.suppress(OSError):  # there are parts in it
                 self.folder.rmdir()
-        return Whole(number, documents, text_bytes, unigram_entropy(counts), rows)
+        return CorpusTotals(number, documents, text_bytes, unigram_entropy(counts), rows)
 
     def has_changed(self) -> DataError:
         return DataError(
@@ -86,7 +86,7 @@ class PartsFolder:
             "it is complete"
         )
 
-    def prefixes(self, whole: Whole) -> list[Path]:
+    def prefixes(self, whole: CorpusTotals) -> list[Path]:
         """The prefixes of all parts, in the order of the corpus."""
         return [prefix_of(self.folder, number) for number in range(whole.parts)]
 

@@ -6,7 +6,7 @@ from megapipe.config.section import Section
 from megapipe.data.tokens import TokenFile
 
 
-class Sizes(Section):
+class CorpusSizes(Section):
     """Documents, and what is in them."""
 
     documents: int
@@ -19,10 +19,10 @@ class Sizes(Section):
     """Tokens of the longest document."""
 
 
-def sizes_of(prefix: Path, text_bytes: int) -> Sizes:
+def sizes_of(prefix: Path, text_bytes: int) -> CorpusSizes:
     """Sizes of a token file, whose texts have so many bytes."""
     file = TokenFile(prefix)
-    return Sizes(
+    return CorpusSizes(
         documents=len(file),
         tokens=len(file.tokens),
         text_bytes=text_bytes,

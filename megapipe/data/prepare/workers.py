@@ -16,18 +16,18 @@ from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from megapipe.data.corpus import Part
+from megapipe.data.corpus import CorpusShard
 from megapipe.data.prepare.encode import Summary, encode, finished, prefix_of
 from megapipe.data.tokenizer import Encoder
 from megapipe.errors import DataError
 
-Step = Callable[[Part, Summary, bool], None]
+Step = Callable[[CorpusShard, Summary, bool], None]
 """Is told of each part that is there, in any order, and whether it was there before."""
 PROGRAM = (
     "import sys; sys.path[:] = sys.argv[3:]; "  # else it would begin with the current folder
     "from megapipe.data.worker import main; main()"
 )
-Job = tuple[int, Part]
+Job = tuple[int, CorpusShard]
 """A part and its number."""
 
 
@@ -39,7 +39,7 @@ def cores() -> int:
 
 
 def encode_all(
-    parts: Iterable[Part], tokenizer: Encoder, folder: Path, workers: int | None, step: Step
+    parts: Iterable[CorpusShard], tokenizer: Encoder, folder: Path, workers: int | None, step: Step
 ) -> int:
     """Tokenize all parts into `folder`; their number. A corpus of one part is tokenized here.
 

@@ -3,6 +3,6 @@
 from megapipe.data.stored.array import Array, StoredArray
 from megapipe.data.stored.checksums import crc_of, write_checksums
 from megapipe.data.stored.file import StoredFile
-from megapipe.data.stored.room import Room
+from megapipe.data.stored.room import MemoryBudget
 
-__all__ = ["Array", "Room", "StoredArray", "StoredFile", "crc_of", "write_checksums"]
+__all__ = ["Array", "MemoryBudget", "StoredArray", "StoredFile", "crc_of", "write_checksums"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from megapipe.data.stored.array import StoredArray
 
 
-class Room:
+class MemoryBudget:
     """The memory that is left for arrays that are held; a run has one for all of its data sets.
 
     Args:

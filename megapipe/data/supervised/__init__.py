@@ -2,6 +2,6 @@
 is to be written counts in the loss."""
 
 from megapipe.data.supervised.corpus import Examples, prepare_examples
-from megapipe.data.supervised.dataset import ExampleDataset, left_out
+from megapipe.data.supervised.dataset import ExampleDataset, count_too_long
 
-__all__ = ["ExampleDataset", "Examples", "left_out", "prepare_examples"]
+__all__ = ["ExampleDataset", "Examples", "count_too_long", "prepare_examples"]

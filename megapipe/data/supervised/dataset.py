@@ -35,7 +35,7 @@ class ExampleDataset(PackedDataset):
         return np.where(stored < self.vocab_size, stored, stored - self.vocab_size)
 
 
-def left_out(stream: Stream, length: int) -> int:
+def count_too_long(stream: Stream, length: int) -> int:
     """Examples of a stream that are longer than a sample of `length` positions."""
     sizes = stream.file.lengths.parts(stream.sequences.start, stream.sequences.stop)
     return sum(int((some > length + 1).sum()) for some in sizes)

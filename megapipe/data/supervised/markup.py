@@ -32,7 +32,7 @@ def plain(text: str) -> str:
     return f"{_PLAIN}{_MARK.sub('', text)}{_PLAIN_STOP}"
 
 
-def counted(text: str) -> str:
+def mark_label(text: str) -> str:
     """A marked text that is a label."""
     return f"{_COUNTED}{text}{_COUNTED_STOP}"
 
@@ -41,7 +41,7 @@ def count(text: str, spans: Sequence[tuple[int, int]]) -> str:
     """A text whose characters in `spans`, which follow one another, are labels."""
     parts, at = [], 0
     for start, stop in spans:
-        parts += [text[at:start], counted(text[start:stop])]
+        parts += [text[at:start], mark_label(text[start:stop])]
         at = stop
     return "".join([*parts, text[at:]])
 

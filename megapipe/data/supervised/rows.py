@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.data.corpus.cutting import Piece
+from megapipe.data.corpus.cutting import TextChunk
 from megapipe.data.corpus.json_rows import kind_of, no_object
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data.supervised.markup import END, counted, plain
+from megapipe.data.supervised.markup import END, mark_label, plain
 from megapipe.data.supervised.turns import ASSISTANT, Message, Template, TemplateError
 from megapipe.errors import DataError
 
@@ -48,9 +48,9 @@ class ExampleRows:
         for number, row in enumerate(table.to_pylist(), first):
             yield self.example(row, f"{origin}: row {number}")
 
-    def pieces(self, document: str) -> Iterator[Piece]:
+    def pieces(self, document: str) -> Iterator[TextChunk]:
         """One: examples are not cut, and have the end marks that they need."""
-        yield Piece(document, ends=True, end_mark=False)
+        yield TextChunk(document, ends=True, end_mark=False)
 
     def example(self, row: dict[str, Any], place: str) -> str:
         """A row as a text with marks. Raises DataError, with the place, if it is no example."""
@@ -62,7 +62,7 @@ class ExampleRows:
             self._text(row, *field, place)
             for field in ((self.prompt, "prompt_field"), (self.completion, "completion_field"))
         )
-        return plain(prompt) + counted(plain(completion) + END)
+        return plain(prompt) + mark_label(plain(completion) + END)
 
     def _neither(self, names: Any) -> str:
         return (

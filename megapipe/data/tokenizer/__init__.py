@@ -1,15 +1,15 @@
 """Tokenizers: bytes, and what `tokenizers`, `transformers` and `tiktoken` load."""
 
 from megapipe.data.tokenizer.byte import ByteTokenizer
-from megapipe.data.tokenizer.interface import Chat, Encoder, Placed, TokenIds, Tokenizer
+from megapipe.data.tokenizer.interface import Chat, Encoder, TokenIds, Tokenizer, TokenOffsets
 from megapipe.data.tokenizer.load import load_tokenizer
 
 __all__ = [
     "ByteTokenizer",
     "Chat",
     "Encoder",
-    "Placed",
     "TokenIds",
+    "TokenOffsets",
     "Tokenizer",
     "load_tokenizer",
 ]

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megapipe.data.tokenizer.interface import Chat, Placed, TokenIds
+from megapipe.data.tokenizer.interface import Chat, TokenIds, TokenOffsets
 
 
 class ByteTokenizer:
@@ -18,7 +18,7 @@ class ByteTokenizer:
     added_tokens: Mapping[str, int] = MappingProxyType({})
     reserved: Collection[str] = ()
     chat = Chat()
-    opening: tuple[int, ...] = ()
+    bos_tokens: tuple[int, ...] = ()
 
     def encode(self, text: str) -> TokenIds:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
@@ -26,10 +26,10 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
 
-    def encode_rendered(self, text: str) -> Placed:
+    def encode_rendered(self, text: str) -> TokenOffsets:
         each = [len(character.encode(errors="replace")) for character in text]
         starts = np.repeat(np.arange(len(text)), each)
-        return Placed(self.encode(text), starts, starts + 1)
+        return TokenOffsets(self.encode(text), starts, starts + 1)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megapipe.data.tokenizer.interface import Chat, Placed, TokenIds
+from megapipe.data.tokenizer.interface import Chat, TokenIds, TokenOffsets
 from megapipe.errors import DataError
 from megapipe.words import without_surrogates
 
@@ -56,7 +56,7 @@ class FastTokenizer:
         backend.encode_special_tokens = True
         opened = backend.encode("a")
         marks = zip(opened.ids, opened.special_tokens_mask, strict=True)
-        self.opening = tuple(token for token, mark in takewhile(lambda pair: pair[1], marks))
+        self.bos_tokens = tuple(token for token, mark in takewhile(lambda pair: pair[1], marks))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -70,14 +70,14 @@ class FastTokenizer:
         encoded = self.backend.encode_batch_fast(whole, add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int32) for one in encoded]
 
-    def encode_rendered(self, text: str) -> Placed:
+    def encode_rendered(self, text: str) -> TokenOffsets:
         self.backend.encode_special_tokens = False
         try:
             encoded = self.backend.encode(without_surrogates(text), add_special_tokens=False)
         finally:
             self.backend.encode_special_tokens = True
         starts, stops = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
-        return Placed(np.array(encoded.ids, dtype=np.int32), starts, stops)
+        return TokenOffsets(np.array(encoded.ids, dtype=np.int32), starts, stops)
 
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self.backend.decode(list(ids), skip_special_tokens=True)
@@ -105,7 +105,7 @@ class SlowTokenizer:
         self.chat = _chat(tokenizer)
         self.digest = _digest(tokenizer, vocab, self.eod)
         opened, bare = (tokenizer("a", add_special_tokens=each).input_ids for each in (True, False))
-        self.opening: tuple[int, ...] = tuple(opened[: opened.index(bare[0])] if bare else ())
+        self.bos_tokens: tuple[int, ...] = tuple(opened[: opened.index(bare[0])] if bare else ())
 
     def encode(self, text: str) -> TokenIds:
         return self.encode_batch([text])[0]
@@ -121,7 +121,7 @@ class SlowTokenizer:
         )
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
-    def encode_rendered(self, text: str) -> Placed:
+    def encode_rendered(self, text: str) -> TokenOffsets:
         raise DataError(
             f"tokenizer {self.name!r} is written in Python and does not tell the places of its "
             "tokens, which chats need: expected one that has a tokenizer.json"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 TokenIds = npt.NDArray[np.integer[Any]]
 
 
-class Placed(NamedTuple):
+class TokenOffsets(NamedTuple):
     """Tokens of a text, and the characters that each stands for."""
 
     ids: TokenIds
@@ -66,14 +66,14 @@ class Tokenizer(Encoder, Protocol):
         """Of conversations."""
 
     @property
-    def opening(self) -> tuple[int, ...]:
+    def bos_tokens(self) -> tuple[int, ...]:
         """Tokens that it puts before a text unless it is told not to, such as ``<s>``; those of a
         run never have them."""
 
     def encode(self, text: str) -> TokenIds:
         """Ids of a text [n], without marks at its ends."""
 
-    def encode_rendered(self, text: str) -> Placed:
+    def encode_rendered(self, text: str) -> TokenOffsets:
         """Tokens of what a chat template has written, in which every name of
         :attr:`added_tokens` is its token. Raises DataError if their places are not to be had."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megapipe.data.tokenizer.interface import Chat, Placed, TokenIds
+from megapipe.data.tokenizer.interface import Chat, TokenIds, TokenOffsets
 from megapipe.errors import DataError
 from megapipe.words import one_line, without_surrogates
 
@@ -16,7 +16,7 @@ PREFIX = "tiktoken:"
 class TiktokenTokenizer:
     """A ``tiktoken.Encoding``; special tokens spelled out in a text are plain text."""
 
-    opening: tuple[int, ...] = ()
+    bos_tokens: tuple[int, ...] = ()
 
     def __init__(self, encoding: Any) -> None:
         self.encoding = encoding
@@ -41,12 +41,12 @@ class TiktokenTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
 
-    def encode_rendered(self, text: str) -> Placed:
+    def encode_rendered(self, text: str) -> TokenOffsets:
         ids = self.encoding.encode(without_surrogates(text), allowed_special="all")
         _, offsets = self.encoding.decode_with_offsets(ids)
         starts = np.array(offsets, np.int64)
         stops = np.append(starts[1:], len(text))[: len(starts)]
-        return Placed(np.array(ids, np.int32), starts, np.maximum(stops, starts + 1))
+        return TokenOffsets(np.array(ids, np.int32), starts, np.maximum(stops, starts + 1))
 
     def decode(self, ids: Iterable[int]) -> str:
         found = b"".join(self._bytes(token) for token in ids if token not in self._special)

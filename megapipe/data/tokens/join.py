@@ -13,7 +13,7 @@ from megapipe.data.tokens.writer import TokenWriter
 AT_ONCE = 2**18
 """Documents that are looked at at a time."""
 
-Choice = Callable[[int, int], npt.NDArray[np.bool_]]
+DocumentFilter = Callable[[int, int], npt.NDArray[np.bool_]]
 """Which of the documents from one number up to another are taken; numbers count through all files.
 """
 
@@ -41,7 +41,7 @@ def documents(prefixes: Sequence[Path]) -> Iterator[Documents]:
             number += last - first
 
 
-def copy(some: Documents, writer: TokenWriter, choice: Choice | None = None) -> None:
+def copy(some: Documents, writer: TokenWriter, choice: DocumentFilter | None = None) -> None:
     """Append those of `some` that are chosen, by default all."""
     if choice is None:
         runs = [(some.first, some.last)]
@@ -53,7 +53,9 @@ def copy(some: Documents, writer: TokenWriter, choice: Choice | None = None) -> 
         _copy_run(some.file, first, last, writer)
 
 
-def join(prefixes: Sequence[Path], writer: TokenWriter, choice: Choice | None = None) -> None:
+def join(
+    prefixes: Sequence[Path], writer: TokenWriter, choice: DocumentFilter | None = None
+) -> None:
     """Append the chosen documents of the files to `writer`. Raises what reading and writing do."""
     for some in documents(prefixes):
         copy(some, writer, choice)

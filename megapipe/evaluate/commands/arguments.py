@@ -32,7 +32,7 @@ def tell_rows(given: argparse.Namespace, lines: Iterable[str]) -> None:
     """Tell what of the rows of a file was left out or replaced, on the first rank."""
     if given.mesh.rank == 0:
         for line in lines:
-            heartbeat.say(line)
+            heartbeat.print_notice(line)
 
 
 def show(given: argparse.Namespace, line: str, found: dict[str, Any]) -> None:

@@ -12,35 +12,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-Counts = Sequence[Sequence[int]]
+TokensPerExpert = Sequence[Sequence[int]]
 """Rows that each rank of the group has for each of all experts, or of their places on ranks."""
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ExpertChunk:
     """Some experts of each rank of an expert-parallel group, as one of the ranks sees them."""
 
-    counts: Counts
+    counts: TokensPerExpert
     of_each: int
     """Places of a rank, in all chunks: experts, and copies after them."""
     etp: int
     """Neighbours in the group with parts of the same experts."""
     experts: slice
     """Among the places of a rank."""
-    own: slice
+    token_rows: slice
     """Among the rows of the tokens here."""
-    here: slice
+    expert_rows: slice
     """Among the rows of the experts here."""
     ends: Sequence[int]
     """Of the rows of each of these experts, among those of the chunk."""
 
-    def moved(self, source: int, member: int) -> int:
+    def rows_between(self, source: int, member: int) -> int:
         """Rows of this chunk that one rank has for the experts of another."""
         first = self.of_each * (member // self.etp)
         return sum(self.counts[source][first + self.experts.start : first + self.experts.stop])
 
 
-def fetched_chunks(counts: Sequence[int], ranks: int, number: int) -> list[Chunk]:
+def fetched_chunks(counts: Sequence[int], ranks: int, number: int) -> list[ExpertChunk]:
     """The chunks of a layer whose experts, which so many ranks have the same number of, travel to
     the rows here: in each those of the first rank come first."""
     of_each = len(counts) // ranks
@@ -49,12 +49,18 @@ def fetched_chunks(counts: Sequence[int], ranks: int, number: int) -> list[Chunk
         own = [counts[of_each * rank + i] for rank in range(ranks) for i in range(first, last)]
         rows = slice(start, start + sum(own))
         part, ends = slice(first, last), list(accumulate(own))
-        found.append(Chunk([counts], of_each, 1, experts=part, own=rows, here=rows, ends=ends))
+        found.append(
+            ExpertChunk(
+                [counts], of_each, 1, experts=part, token_rows=rows, expert_rows=rows, ends=ends
+            )
+        )
         start = rows.stop
     return found
 
 
-def chunks_of(counts: Counts, index: int, etp: int, number: int, copies: int = 0) -> list[Chunk]:
+def dispatch_chunks(
+    counts: TokensPerExpert, index: int, etp: int, number: int, copies: int = 0
+) -> list[ExpertChunk]:
     """The chunks of a layer on the rank that is `index` in the group; so many places of each rank
     are for copies."""
     ranks = len(counts)
@@ -68,17 +74,17 @@ def chunks_of(counts: Counts, index: int, etp: int, number: int, copies: int = 0
         arriving = (source[mine + first : mine + last] for source in counts)
         ends = list(accumulate(map(sum, zip(*arriving, strict=True))))
         found.append(
-            Chunk(
+            ExpertChunk(
                 counts,
                 of_each,
                 etp,
                 experts=slice(first, last),
-                own=slice(own, own + sent),
-                here=slice(here, here + ends[-1]),
+                token_rows=slice(own, own + sent),
+                expert_rows=slice(here, here + ends[-1]),
                 ends=ends,
             )
         )
-        own, here = found[-1].own.stop, found[-1].here.stop
+        own, here = found[-1].token_rows.stop, found[-1].expert_rows.stop
     return found
 
 

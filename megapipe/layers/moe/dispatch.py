@@ -34,10 +34,10 @@ from torch import Tensor
 from megapipe.config.experts import ExpertsConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.layers.moe.chunks import Chunk, chunks_of
-from megapipe.layers.moe.padding import PaddedRows
-from megapipe.layers.moe.permutation import Counts, Rows, count_rows
-from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.layers.moe.chunks import ExpertChunk, dispatch_chunks
+from megapipe.layers.moe.padding import PaddedPermutation
+from megapipe.layers.moe.permutation import ExpertCounts, Permutation, count_rows
+from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.layers.moe.row_codec import CODECS, UNCODED, RowCodec
 from megapipe.layers.moe.specs import Codec
 from megapipe.layers.moe.transfer import (
@@ -85,7 +85,7 @@ class Dispatcher(ABC):
     """How values of rows, and of tokens that are gathered, are coded."""
     pad: bool = False
     """There is room for all rows that there can be, so these are not counted."""
-    count: Callable[[Tensor, int, Axis], Counts] = count_rows
+    count: Callable[[Tensor, int, Axis], ExpertCounts] = count_rows
     """Counts rows where they are counted."""
 
     hops: ClassVar[int] = 1
@@ -102,7 +102,7 @@ class Dispatcher(ABC):
             "pad": config.pad,
         }
 
-    def dispatch(self, choice: Tensor, counts: Counts, replicas: int = 0) -> Dispatch:
+    def dispatch(self, choice: Tensor, counts: ExpertCounts, replicas: int = 0) -> Dispatch:
         """Make the dispatch of a micro-batch.
 
         Args:
@@ -113,13 +113,13 @@ class Dispatcher(ABC):
         plan = self.plan(counts, replicas)
         rows = self.permutation(choice, counts, plan, replicas)
         if plan.alone:
-            return self.restore(plan, rows.order, rows.slots)
+            return self.restore(plan, rows.choice_of_row, rows.row_of_choice)
         arrival = self.arrival(choice, counts, plan)
         of_chunks = arrival.split([chunk.ends[-1] for chunk in plan.chunks])
-        return self.restore(plan, rows.order, rows.slots, *of_chunks)
+        return self.restore(plan, rows.choice_of_row, rows.row_of_choice, *of_chunks)
 
     @abstractmethod
-    def arrival(self, choice: Tensor, counts: Counts, plan: DispatchPlan) -> Tensor:
+    def arrival(self, choice: Tensor, counts: ExpertCounts, plan: DispatchPlan) -> Tensor:
         """Return [rows of the experts here], int64: in the order of chunks and experts, which of
         what arrives they are. Not asked for where all rows stay on this rank."""
 
@@ -140,8 +140,8 @@ class Dispatcher(ABC):
     def weights(
         self,
         parameters: Parameters,
-        chunks: Sequence[Chunk],
-        replicas: ExpertPlaces | None,
+        chunks: Sequence[ExpertChunk],
+        replicas: ExpertReplicas | None,
         *,
         adds_bias: bool,
     ) -> Prefetch[ExpertWeights]:
@@ -149,7 +149,7 @@ class Dispatcher(ABC):
         bias of the second product."""
         return LocalExperts(parameters, chunks, replicas, adds_bias=adds_bias)
 
-    def grads(self, chunks: Sequence[Chunk], replicas: ExpertPlaces | None) -> ExpertGrads:
+    def grads(self, chunks: Sequence[ExpertChunk], replicas: ExpertReplicas | None) -> ExpertGrads:
         """Return where the gradients of the experts that are computed here are added."""
         return ExpertGrads(replicas)
 
@@ -165,19 +165,19 @@ class Dispatcher(ABC):
     start_exchange = staticmethod(start_exchange)
     """Starts an exchange: :func:`megapipe.layers.moe.transfer.start_exchange`."""
 
-    def plan(self, counts: Counts, replicas: int) -> DispatchPlan:
+    def plan(self, counts: ExpertCounts, replicas: int) -> DispatchPlan:
         """Plan the chunks of a micro-batch, whose rows go to the ranks of their experts."""
         given = self.ep.index, self.etp, self.chunks, replicas
-        return DispatchPlan(self, chunks_of(counts.of_ranks, *given))
+        return DispatchPlan(self, dispatch_chunks(counts.by_rank, *given))
 
     def permutation(
-        self, choice: Tensor, counts: Counts, plan: DispatchPlan, replicas: int
-    ) -> Rows:
+        self, choice: Tensor, counts: ExpertCounts, plan: DispatchPlan, replicas: int
+    ) -> Permutation:
         """Put the rows of the tokens here into the order of chunks and experts."""
         of_each = plan.chunks[0].of_each
         if self.pad:
-            return PaddedRows.with_room(choice, counts, of_each, self.chunks)
-        return Rows.of(choice, plan.local_token_rows, of_each, self.chunks, replicas)
+            return PaddedPermutation.at_capacity(choice, counts, of_each, self.chunks)
+        return Permutation.of(choice, plan.local_token_rows, of_each, self.chunks, replicas)
 
 
 class DispatchPlan(NamedTuple):
@@ -185,22 +185,22 @@ class DispatchPlan(NamedTuple):
 
     dispatcher: Dispatcher
     """The dispatcher that sends rows; for fetched experts one that sends none."""
-    chunks: Sequence[Chunk]
+    chunks: Sequence[ExpertChunk]
 
     @property
     def local_token_rows(self) -> int:
         """Rows of the tokens of this rank."""
-        return int(self.chunks[-1].own.stop)
+        return int(self.chunks[-1].token_rows.stop)
 
     @property
     def local_expert_rows(self) -> int:
         """Rows of the experts of this rank."""
-        return int(self.chunks[-1].here.stop)
+        return int(self.chunks[-1].expert_rows.stop)
 
     @property
     def ends(self) -> list[int]:
         """Ends of the rows of each expert of this rank."""
-        return [chunk.here.start + end for chunk in self.chunks for end in chunk.ends]
+        return [chunk.expert_rows.start + end for chunk in self.chunks for end in chunk.ends]
 
     @property
     def alone(self) -> bool:
@@ -213,7 +213,7 @@ class Dispatch(ABC):
 
     def __init__(self, plan: DispatchPlan, order: Tensor, slots: Tensor, *arrival: Tensor) -> None:
         self.plan = plan
-        rows = PaddedRows if plan.dispatcher.pad else Rows
+        rows = PaddedPermutation if plan.dispatcher.pad else Permutation
         self.rows = rows(order, slots, plan.local_token_rows)
         self.arrival = arrival
         """[rows of a chunk here] of each chunk, int64: in the order of experts, which of what
@@ -222,7 +222,7 @@ class Dispatch(ABC):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors from which, with the plan, :meth:`Dispatcher.restore` makes the same."""
-        return self.rows.order, self.rows.slots, *self.arrival
+        return self.rows.choice_of_row, self.rows.row_of_choice, *self.arrival
 
     @abstractmethod
     def dispatch_tokens(self, x: Tensor) -> Prefetch[Tensor]:
@@ -239,7 +239,7 @@ class Dispatch(ABC):
 
     def pipelined_chunks(
         self, weights: Prefetch[W], *values: Prefetch[Tensor]
-    ) -> Iterator[tuple[Chunk, W, list[Tensor]]]:
+    ) -> Iterator[tuple[ExpertChunk, W, list[Tensor]]]:
         """Yield each chunk with its weights and values, once those of the next one are sent."""
         chunks, hops = self.plan.chunks, self.plan.dispatcher.hops
         every: list[Prefetch[Any]] = [weights, *values]
@@ -274,7 +274,7 @@ class Combine:
             transfer.start_next_hop()
         dispatcher, chunks = self._dispatch.plan
         number = len(self._transfers)
-        steps = dispatcher.combine_steps(chunks[number].moved)
+        steps = dispatcher.combine_steps(chunks[number].rows_between)
         rows = self._dispatch.to_source_order(number, rows)
         self._transfers.append(Transfer(rows, steps, self._codec, dispatcher.start_exchange))
 
@@ -285,13 +285,13 @@ class Combine:
             [self._summed(c, each.wait()) for c, each in zip(chunks, self._transfers, strict=True)]
         )
 
-    def _summed(self, chunk: Chunk, rows: Tensor) -> Tensor:
+    def _summed(self, chunk: ExpertChunk, rows: Tensor) -> Tensor:
         dispatcher = self._dispatch.plan.dispatcher
         ep, etp = dispatcher.ep, dispatcher.etp
         if etp == 1:
             return rows
         high = torch.promote_types(rows.dtype, torch.float32)
-        sizes = [chunk.moved(ep.index, member) for member in range(ep.size)]
+        sizes = [chunk.rows_between(ep.index, member) for member in range(ep.size)]
         parts = [part.to(high) for part in rows.split(sizes)]
         firsts = range(0, ep.size, etp)
         return torch.cat([sum(parts[i + 1 : i + etp], parts[i]) for i in firsts])

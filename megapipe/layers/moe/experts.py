@@ -27,16 +27,16 @@ from torch.nn import Parameter
 from megapipe.experts.map import ExpertMap
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe import routing as route
-from megapipe.layers.moe.chunks import Chunk
+from megapipe.layers.moe.chunks import ExpertChunk
 from megapipe.layers.moe.dispatch import Prefetch, joined
 from megapipe.layers.moe.owners import ExpertOwners
-from megapipe.layers.moe.padding import room
-from megapipe.layers.moe.permutation import Counts
-from megapipe.layers.moe.replicas import ExpertPlaces
-from megapipe.layers.moe.routing import Chosen
+from megapipe.layers.moe.padding import padded_counts
+from megapipe.layers.moe.permutation import ExpertCounts
+from megapipe.layers.moe.replicas import ExpertReplicas
+from megapipe.layers.moe.routing import RoutingResult
 from megapipe.layers.moe.routing_noise import TokenNoise
 from megapipe.layers.moe.sharding import MoESharding, expert_parameter
-from megapipe.layers.moe.slice_state import EARLIER, EarlierSlices, added
+from megapipe.layers.moe.slice_state import EARLIER, SliceRoutingState, added
 from megapipe.layers.moe.specs import Routing
 from megapipe.layers.moe.tasks import ExpertsTask, RouterTask
 from megapipe.layers.moe.token_shards import TokenShards
@@ -47,7 +47,7 @@ from megapipe.ops.activation import Activate
 from megapipe.ops.moe.grouped import each_expert
 
 
-class Experts(nn.Module):
+class RoutedExperts(nn.Module):
     """[s(/tp), b, h] -> the same shape: a router and its experts, each of two matrices (with a gate
     three). s are the positions of a context-parallel rank.
 
@@ -79,13 +79,13 @@ class Experts(nn.Module):
         near = sharding.bandwidths
         self.distance: Tensor | None
         """[experts], of each from this rank, where it counts."""
-        far = None if near is None else route.distances(near, routing.experts, self.dtype)
+        far = None if near is None else route.distance_factors(near, routing.experts, self.dtype)
         self.register_buffer("distance", far)
         self.frozen = router.frozen
         self.router = new_parameter(sharding, router)
         self.bias: Tensor | None
         """[experts], of all of them, the same on every rank; what trains the model moves it."""
-        bias = torch.zeros(routing.experts, dtype=self.dtype) if routing.biased else None
+        bias = torch.zeros(routing.experts, dtype=self.dtype) if routing.has_expert_bias else None
         self.register_buffer("bias", bias)
         self.last: Tensor | None
         """[1, experts], int64: the choices of each in the last step that the balance term counts;
@@ -96,7 +96,7 @@ class Experts(nn.Module):
         self.ownership = ExpertOwners(even_map, sharding.rank)
         self.up, self.up_bias = self._linear(*up)
         self.down, self.down_bias = self._linear(*down)
-        self.places: ExpertPlaces | None = None
+        self.places: ExpertReplicas | None = None
         """Where experts and copies of them are, if copies come and go."""
 
     def _linear(
@@ -117,7 +117,7 @@ class Experts(nn.Module):
             mb, self.layer, (x.shape[0], x.shape[1]), self._shards(mb, x.shape[0], x.device)
         )
 
-    def seen(self, noise: TokenNoise | None, tokens: Tensor) -> Tensor:
+    def router_input(self, noise: TokenNoise | None, tokens: Tensor) -> Tensor:
         """Tokens as the router sees them, or from the gradient of that their own: in the type of
         its logits, times the jitter."""
         values = tokens.to(self.dtype)
@@ -125,7 +125,7 @@ class Experts(nn.Module):
             return values
         return values * noise.jitter(values, self.routing.jitter)
 
-    def choice(
+    def route(
         self,
         logits: Tensor,
         p: Tensor,
@@ -133,7 +133,7 @@ class Experts(nn.Module):
         sequences: int,
         graph: bool,
         noise: TokenNoise | None = None,
-    ) -> Chosen:
+    ) -> RoutingResult:
         """The choice for a micro-batch: that of its first run, if there was one; `graph`: this run
         builds the graph, and is the last. All ranks that share sequences or experts call it."""
         choices = mb.scratch.by_layer(route.CHOICE)
@@ -143,52 +143,54 @@ class Experts(nn.Module):
             shards, earlier = self._shards(mb, here, p.device), self._earlier(mb)
             given = self.routing, sequences, shards
             second = noise.second(p.device) if noise and self.routing.random_second else None
-            experts = route.choose(p, *given, self.bias, second, earlier)
-            rows = self._rows(self.placed(experts), sequences, shards)
+            experts = route.route_tokens(p, *given, self.bias, second, earlier)
+            rows = self._rows(self.to_slots(experts), sequences, shards)
             if not self.training:
-                return Chosen(experts, experts.new_empty(0), rows)
+                return RoutingResult(experts, experts.new_empty(0), rows)
             counts = route.count(experts, *given) if self.last is None else self.last
-            spread = route.spread(p, self.routing, len(counts))
+            spread = route.score_sums(p, self.routing, len(counts))
             if earlier is not None:
-                earlier.spread = spread = added(earlier.spread, spread)
+                earlier.score_sums = spread = added(earlier.score_sums, spread)
                 if self.last is None:
                     earlier.counts = counts = added(earlier.counts, counts)
-            found = Chosen(experts, counts, rows)
+            found = RoutingResult(experts, counts, rows)
             told = spread if shards.ends(here) else None
             loads = mb.scratch.by_layer(route.LOAD)
-            loads[self.layer] = route.load(logits, found, self.routing, told, self.distance)
+            loads[self.layer] = route.routing_stats(
+                logits, found, self.routing, told, self.distance
+            )
             if not graph:
                 choices[self.layer] = found
         elif graph:
             del choices[self.layer]
         return found
 
-    def _rows(self, choice: Tensor, sequences: int, shards: TokenShards) -> Counts:
+    def _rows(self, choice: Tensor, sequences: int, shards: TokenShards) -> ExpertCounts:
         """Rows of the places of what was chosen, which are counted, or have room for all that there
         can be."""
         dispatcher, all_places = self.dispatcher, self._all_places
         counting, here = dispatcher.counting, len(choice) // sequences
         if not dispatcher.pad:
             return dispatcher.count(choice, all_places, counting)
-        places = self.routing.places(shards.length(here))
+        places = self.routing.expert_capacity(shards.length(here))
         assert places is not None, "checked"
-        return room(all_places, counting.size, sequences, min(places, here))
+        return padded_counts(all_places, counting.size, sequences, min(places, here))
 
     def _shards(self, mb: MicroBatch, here: int, device: torch.device) -> TokenShards:
         return TokenShards.of(
             self.sharding.sequence,
             here,
             device,
-            held=mb.held,
+            held=mb.local_positions,
             start=mb.start,
             whole=mb.sequence_length,
         )
 
-    def _earlier(self, mb: MicroBatch) -> EarlierSlices | None:
+    def _earlier(self, mb: MicroBatch) -> SliceRoutingState | None:
         """Sums over the slices before this one, where sequences are cut into some."""
         if mb.sequence_scratch is None:
             return None
-        return mb.sequence_scratch.by_layer(EARLIER).setdefault(self.layer, EarlierSlices())
+        return mb.sequence_scratch.by_layer(EARLIER).setdefault(self.layer, SliceRoutingState())
 
     @property
     def of_experts(self) -> list[Parameter]:
@@ -196,30 +198,30 @@ class Experts(nn.Module):
         every = self.up, self.up_bias, self.down, self.down_bias
         return [each for each in every if each is not None]
 
-    def placed(self, choice: Tensor) -> Tensor:
+    def to_slots(self, choice: Tensor) -> Tensor:
         """A choice of experts as one of their places."""
-        return choice if self.places is None else self.places.placed(choice)
+        return choice if self.places is None else self.places.to_slots(choice)
 
     @property
     def _all_places(self) -> int:
         """On all ranks that share the experts."""
-        return self.routing.experts if self.places is None else self.places.number
+        return self.routing.experts if self.places is None else self.places.num_slots
 
     @property
-    def copies(self) -> int:
+    def replicas_per_rank(self) -> int:
         """Places of each rank for copies of experts."""
-        return 0 if self.places is None else self.places.copies
+        return 0 if self.places is None else self.places.replicas_per_rank
 
-    def weights(self, chunks: Sequence[Chunk]) -> Prefetch[ExpertWeights]:
+    def weights(self, chunks: Sequence[ExpertChunk]) -> Prefetch[ExpertWeights]:
         """The weights of the experts that are computed here."""
         parameters = self.up, self.up_bias, self.down, self.down_bias
         return self.dispatcher.weights(parameters, chunks, self.places, adds_bias=self.first)
 
-    def grads(self, chunks: Sequence[Chunk]) -> ExpertGrads:
+    def grads(self, chunks: Sequence[ExpertChunk]) -> ExpertGrads:
         """Where their gradients are added."""
         return self.dispatcher.grads(chunks, self.places)
 
-    def widen(self, of: ExpertWeights, ends: Sequence[int], x: Tensor) -> Tensor:
+    def up_projection(self, of: ExpertWeights, ends: Sequence[int], x: Tensor) -> Tensor:
         """The first product of a chunk's rows [rows, h]: [rows, (2) f]."""
         wide = self.sharding.kernels.experts(x, of.up.flatten(1, -2).transpose(1, 2), ends)
         if of.up_bias is not None:
@@ -227,12 +229,14 @@ class Experts(nn.Module):
                 wide[here] += of.up_bias[expert].flatten()
         return wide
 
-    def narrow(
+    def down_projection(
         self, of: ExpertWeights, ends: Sequence[int], wide: Tensor, weight: Tensor
     ) -> Tensor:
         """The second product of a chunk's rows, of their activation [rows, f] times the weight:
         [rows, h]."""
-        inner = self.sharding.kernels.rows.weighted(wide, weight, self.activation)
+        inner = self.sharding.kernels.moe_elementwise.activate_and_weight(
+            wide, weight, self.activation
+        )
         y = self.sharding.kernels.experts(inner, of.down.transpose(1, 2), ends)
         if of.down_bias is not None:
             for expert, here in each_expert(ends):
@@ -247,16 +251,18 @@ class Experts(nn.Module):
         the weights [rows]."""
         kernels = self.sharding.kernels
         product = partial(kernels.experts, grad, of.down, ends)
-        inner, grad_wide, of_weight = kernels.rows.gradients(wide, weight, product, self.activation)
+        inner, grad_wide, of_weight = kernels.moe_elementwise.gradients(
+            wide, weight, product, self.activation
+        )
         if of.down_bias is not None:
             for expert, own in each_expert(ends):
                 of_weight[own] += (grad[own] @ of.down_bias[expert]).to(self.dtype)
         return inner, grad_wide, of_weight
 
 
-def expert_layers(module: Any) -> Iterator[Experts]:
+def expert_layers(module: Any) -> Iterator[RoutedExperts]:
     """Yield the layers with experts of a stage."""
-    return (each for each in module.modules() if isinstance(each, Experts))
+    return (each for each in module.modules() if isinstance(each, RoutedExperts))
 
 
 class _ExpertsFunction(Function):
@@ -265,19 +271,19 @@ class _ExpertsFunction(Function):
         ctx: Any,
         x: Tensor,
         router: Parameter,
-        layer: Experts,
+        layer: RoutedExperts,
         mb: MicroBatch,
         graph: bool,
         graph_only: bool,
     ) -> Tensor:
         routing, tokens, sequences = layer.routing, x.flatten(0, 1), x.shape[1]
         noise = layer.noise(mb, x)
-        logits = layer.seen(noise, tokens) @ router.to(layer.dtype).t()
+        logits = layer.router_input(noise, tokens) @ router.to(layer.dtype).t()
         p = routing.router.scores(logits)
-        choice, counts, told = layer.choice(logits, p, mb, sequences, graph, noise)
+        choice, counts, told = layer.route(logits, p, mb, sequences, graph, noise)
         kernels = layer.sharding.kernels
-        weights = route.weights(p, route.experts_of(choice), routing)
-        slots = layer.placed(choice), told, layer.copies
+        weights = route.routing_weights(p, route.decode_choices(choice), routing)
+        slots = layer.to_slots(choice), told, layer.replicas_per_rank
         dispatch = layer.dispatcher.dispatch(*slots)  # the host waits for the counts
         del slots
         combine, matrices = dispatch.combine(), layer.weights(dispatch.plan.chunks)
@@ -287,9 +293,9 @@ class _ExpertsFunction(Function):
         for chunk, of, values in dispatch.pipelined_chunks(matrices, *both):
             arrived.append(values)
             here, weight = values
-            widened.append(layer.widen(of, chunk.ends, here))
+            widened.append(layer.up_projection(of, chunk.ends, here))
             if not graph_only:
-                combine.send(layer.narrow(of, chunk.ends, widened[-1], weight))
+                combine.send(layer.down_projection(of, chunk.ends, widened[-1], weight))
             del of  # fetched matrices, before more are
         kept: Iterable[Tensor | None] = None, None
         if not dispatch.plan.alone:
@@ -302,29 +308,29 @@ class _ExpertsFunction(Function):
             *needed, weights_kept, joined(widened), logits, choice, counts, *dispatch.tensors
         )
         ctx.plan, ctx.layer, ctx.unit = dispatch.plan, layer, mb.position_scale
-        ctx.seen = partial(layer.seen, noise)
+        ctx.seen = partial(layer.router_input, noise)
         if graph_only:
             return x.new_empty(()).expand(x.shape)
-        total = dispatch.rows.add_up(combine.wait(), layer.dtype, kernels.rows)
+        total = dispatch.rows.unpermute(combine.wait(), layer.dtype, kernels.moe_elementwise)
         return total.to(x.dtype).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, here, weight, wide, logits, choice, counts, *tensors = ctx.saved_tensors
-        layer: Experts = ctx.layer
+        layer: RoutedExperts = ctx.layer
         dispatch = layer.dispatcher.restore(ctx.plan, *tensors)
         rows, plan = dispatch.rows, dispatch.plan
         queue, kernels = layer.sharding.queue, layer.sharding.kernels
-        routing, ids = layer.routing, route.experts_of(choice)
+        routing, ids = layer.routing, route.decode_choices(choice)
         p = routing.router.scores(logits)
         if weight is None:
-            weight = rows.of_choices(route.weights(p, ids, routing))
+            weight = rows.permute_weights(route.routing_weights(p, ids, routing))
         of_x, of_weights = dispatch.combine(), dispatch.combine_weight_grads()
         found: list[tuple[Tensor, ...]] = []
         matrices = layer.weights(plan.chunks)
         grads = dispatch.dispatch_tokens(grad.flatten(0, 1))
         for chunk, of, (grad_y,) in dispatch.pipelined_chunks(matrices, grads):
-            part, ends = chunk.here, chunk.ends
+            part, ends = chunk.expert_rows, chunk.ends
             inner, grad_wide, of_weight = layer.input_grads(
                 of, ends, grad_y, wide[part], weight[part]
             )
@@ -339,15 +345,15 @@ class _ExpertsFunction(Function):
             how = plan.ends, kernels.accumulate, layer.grads(plan.chunks)
             down = layer.down, layer.down_bias, inner, grad_y, *how
             queue.put(ExpertsTask(*down, weighted=weight))
-            here = rows.gather(tokens) if here is None else here
+            here = rows.permute(tokens) if here is None else here
             queue.put(ExpertsTask(layer.up, layer.up_bias, here, grad_wide, *how))
         grad_x = of_x.wait()
         of_logits = route.logits_grad(
-            rows.to_choices(of_weights.wait()),
+            rows.unpermute_weights(of_weights.wait()),
             *(logits, p, ids, counts, routing, ctx.unit, layer.distance),
         )
         if not layer.frozen:
             queue.put(RouterTask(layer.router, tokens, of_logits, ctx.seen))
-        total = rows.add_up(grad_x, layer.dtype, kernels.rows)
+        total = rows.unpermute(grad_x, layer.dtype, kernels.moe_elementwise)
         total += ctx.seen(of_logits @ layer.router.to(layer.dtype))
         return total.to(grad.dtype).view_as(grad), None, None, None, None, None

@@ -16,13 +16,13 @@ class ExpertOwners:
     """Those of one layer, as the rank sees them that is `rank` of the ranks of the map."""
 
     def __init__(self, present: ExpertMap, rank: int) -> None:
-        self.present = present
+        self.map = present
         """The map in force."""
         self.rank = rank
 
-    def runs(self) -> Iterator[range]:
+    def ranges(self) -> Iterator[range]:
         """The experts that this rank owns, in order, neighbouring numbers together."""
-        first, *others = self.present.owned(self.rank)
+        first, *others = self.map.owned(self.rank)
         run = range(first, first + 1)
         for expert in others:
             if expert == run.stop:

@@ -19,24 +19,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapipe.layers.moe.permutation import Counts, Rows, places_among
+from megapipe.layers.moe.permutation import ExpertCounts, Permutation, occurrence_index
 
 
-def room(experts: int, ranks: int, sequences: int, places: int) -> Counts:
+def padded_counts(experts: int, ranks: int, sequences: int, places: int) -> ExpertCounts:
     """The rows that each rank has for each expert, where so many are of a sequence."""
-    return Counts([[sequences * places] * experts for _ in range(ranks)], places=places)
+    return ExpertCounts([[sequences * places] * experts for _ in range(ranks)], places=places)
 
 
-class PaddedRows(Rows):
+class PaddedPermutation(Permutation):
     """Rows some of which are empty: their choice is one beyond the last."""
 
     __slots__ = ()
 
     @classmethod
-    def with_room(cls, choice: Tensor, told: Counts, of_each: int, chunks: int) -> PaddedRows:
-        """Those of what :func:`~megapipe.layers.moe.routing.choose` found, in the order of chunks,
-        of experts, of sequences and of positions."""
-        experts = torch.arange(len(told.of_ranks[0]), device=choice.device)
+    def at_capacity(
+        cls, choice: Tensor, told: ExpertCounts, of_each: int, chunks: int
+    ) -> PaddedPermutation:
+        """Those of what :func:`~megapipe.layers.moe.routing.route_tokens` found, in the order of
+        chunks, of experts, of sequences and of positions."""
+        experts = torch.arange(len(told.by_rank[0]), device=choice.device)
         order = (experts % of_each * chunks // of_each).argsort(stable=True)
         turn = torch.empty_like(order).scatter_(0, order, experts)
         lines = turn[choice.clamp(min=0).long()].masked_fill_(choice < 0, len(experts))
@@ -54,7 +56,7 @@ class PaddedRows(Rows):
         return found.masked_fill_(empty.view(-1, *[1] * (values.dim() - 1)), 0)
 
 
-def among_choices(experts: Tensor, of_each: int, told: Counts) -> Tensor:
+def among_choices(experts: Tensor, of_each: int, told: ExpertCounts) -> Tensor:
     """Which choices [ranks, tokens, k] of all ranks are of the experts here, numbered from 0, in
     the order of experts, of ranks, of sequences and of positions; one beyond the last where a row
     is empty. Other experts are `of_each`."""
@@ -64,15 +66,15 @@ def among_choices(experts: Tensor, of_each: int, told: Counts) -> Tensor:
     return _line_up(lines.flatten(0, 1), of_each * ranks, told)[1]
 
 
-def _line_up(lines: Tensor, count: int, told: Counts) -> tuple[Tensor, Tensor]:
+def _line_up(lines: Tensor, count: int, told: ExpertCounts) -> tuple[Tensor, Tensor]:
     """Put choices [tokens, k] of `count` lines each into those of their sequences: the row of each
     choice, one beyond the last where it is of no line; and the choice of each row, likewise."""
-    assert told.places is not None
-    sequences = told.of_ranks[0][0] // told.places
+    assert told.rows_per_sequence is not None
+    sequences = told.by_rank[0][0] // told.rows_per_sequence
     sequence = torch.arange(len(lines), device=lines.device).remainder_(sequences).unsqueeze(1)
     line = (lines * sequences + sequence).clamp_(max=count * sequences).flatten()
-    total = count * sequences * told.places
-    rows = line * told.places + places_among(line, count * sequences + 1)
+    total = count * sequences * told.rows_per_sequence
+    rows = line * told.rows_per_sequence + occurrence_index(line, count * sequences + 1)
     rows.clamp_(max=total)
     choices = rows.new_full((total + 1,), len(rows))
     choices.scatter_(0, rows, torch.arange(len(rows), device=rows.device))

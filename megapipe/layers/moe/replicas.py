@@ -4,7 +4,7 @@ A rank has a place for each expert that it owns and as many after them as the ra
 has of those; a copy is in one, the others stay empty. Place p of rank r has the number r x P + p,
 with P places on each rank. Rows go to places as they would to experts, all of which are owned where
 there are no copies. Where a rank's rows for an expert go follows from the map and from the rank
-(:func:`megapipe.experts.rows.goals`).
+(:func:`megapipe.experts.rows.destinations`).
 
 Owners send the weights of copies after each change of weights, when these are whole, to be awaited
 where rows of copies are computed first. Gradients of copies have memory of their own, in no bucket.
@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import Wait, start_all_to_all
 from megapipe.experts.map import ExpertMap
-from megapipe.experts.rows import goals
+from megapipe.experts.rows import destinations
 from megapipe.layers.moe.owners import ExpertOwners
 from megapipe.layers.parameter import spec_of
 from megapipe.layers.weight_grad import main_grad
@@ -37,7 +37,7 @@ from megapipe.layers.weight_replicas import SharedTensor
 from megapipe.ops.transfer import to_device
 
 
-class ExpertPlaces:
+class ExpertReplicas:
     """Those of a layer, of which `parameters` are the experts that this rank owns; they have their
     storage. `owners` has the map in force, `ep` are the ranks with experts of the layer, of which
     `etp` neighbours have parts of the same ones; a node has `node` times as many."""
@@ -54,7 +54,7 @@ class ExpertPlaces:
         self._rank, self._part = divmod(ep.index, etp)
         self.owners = owners
         names = [spec_of(each).name for each in parameters]
-        slots = self.present.slots
+        slots = self.map.slots
         weights = (p.detach().new_zeros((slots, *p.shape[1:])) for p in parameters)
         self._weights = dict(zip(names, weights, strict=True))
         """By name, [slots, ...]: those of the copies here, in the order of the map."""
@@ -70,29 +70,29 @@ class ExpertPlaces:
         is at the place of its number."""
 
     @property
-    def present(self) -> ExpertMap:
+    def map(self) -> ExpertMap:
         """The map in force."""
-        return self.owners.present
+        return self.owners.map
 
     @property
     def owned(self) -> int:
         """Experts that each rank owns."""
-        return self.present.experts // self.present.ranks
+        return self.map.experts // self.map.ranks
 
     @property
-    def copies(self) -> int:
+    def replicas_per_rank(self) -> int:
         """Places of each rank for copies."""
-        return max(map(len, self.present.copies))
+        return max(map(len, self.map.replicas))
 
     @property
-    def number(self) -> int:
+    def num_slots(self) -> int:
         """Places of all ranks."""
-        return self.present.ranks * (self.owned + self.copies)
+        return self.map.ranks * (self.owned + self.replicas_per_rank)
 
-    def take(self, after: ExpertMap) -> None:
+    def set_map(self, after: ExpertMap) -> None:
         """Go on with another map, between steps. All ranks call it."""
-        self.changed()
-        self.owners.present = after
+        self.mark_stale()
+        self.owners.map = after
         found = [self._place_of(expert) for expert in range(after.experts)]
         self._places = None
         if found != list(range(after.experts)):
@@ -101,44 +101,44 @@ class ExpertPlaces:
 
     def _place_of(self, expert: int) -> int:
         """To which rows for an expert go."""
-        of = self.present
-        goal = goals(of.holders(expert), of.ranks, self._node)[self._rank]
-        first = goal * (self.owned + self.copies)
+        of = self.map
+        goal = destinations(of.holders(expert), of.ranks, self._node)[self._rank]
+        first = goal * (self.owned + self.replicas_per_rank)
         if of.owners[expert] == goal:
             return first + of.owned(goal).index(expert)
-        return first + self.owned + of.copies[goal].index(expert)
+        return first + self.owned + of.replicas[goal].index(expert)
 
-    def placed(self, choice: Tensor) -> Tensor:
+    def to_slots(self, choice: Tensor) -> Tensor:
         """Numbers of places in the place of those of experts, of what
-        :func:`~megapipe.layers.moe.routing.choose` found; dropped choices stay below 0."""
+        :func:`~megapipe.layers.moe.routing.route_tokens` found; dropped choices stay below 0."""
         if self._places is None:
             return choice
         there = self._places[choice.clamp(min=0).long()]
         return torch.where(choice < 0, choice, there)
 
-    def changed(self) -> None:
+    def mark_stale(self) -> None:
         """Weights have changed, or are about to: copies are those of old ones. All ranks call
         it."""
         self._arrive()
         self._current = False
 
-    def begin(self) -> None:
+    def start_broadcast(self) -> None:
         """Send the weights of the experts here to the ranks with copies, if they have changed since
         that was done; they are whole. All ranks call it."""
-        if self.copies and not self._current:
+        if self.replicas_per_rank and not self._current:
             values = [p.detach() for p in self._parameters]
             self._coming = self._exchange(values, self._leaving(), self._staying())
             self._current = True
 
     def weights(self, parameter: Parameter) -> Tensor:
         """[slots, ...]: those of the copies, which have come."""
-        self.bring()
+        self.wait_broadcast()
         return self._weights[spec_of(parameter).name]
 
-    def bring(self) -> None:
+    def wait_broadcast(self) -> None:
         """Wait for the weights of the copies here, which leave if they have not. All ranks call
         it."""
-        self.begin()
+        self.start_broadcast()
         self._arrive()
 
     def _arrive(self) -> None:
@@ -152,12 +152,12 @@ class ExpertPlaces:
             for copy, values in zip(self._weights.values(), tensors, strict=True):
                 copy[number].copy_(values)
 
-    def shared(self) -> Iterator[SharedTensor]:
+    def replicated_weights(self) -> Iterator[SharedTensor]:
         """Of each expert here that is on several ranks, yield the weights [...] of each parameter.
-        Copies are those of the last update when :meth:`bring` has returned."""
-        present = self.present
-        own, copied = present.owned(self._rank), present.copies[self._rank]
-        elsewhere = set(chain.from_iterable(present.copies))
+        Copies are those of the last update when :meth:`wait_broadcast` has returned."""
+        present = self.map
+        own, copied = present.owned(self._rank), present.replicas[self._rank]
+        elsewhere = set(chain.from_iterable(present.replicas))
         for parameter in self._parameters:
             name = spec_of(parameter).name
             for number, expert in enumerate(own):
@@ -185,13 +185,13 @@ class ExpertPlaces:
         for grad in self._grads.values():
             grad.zero_()
 
-    def start_home(self) -> tuple[Tensor, Wait] | None:
+    def start_grad_return(self) -> tuple[Tensor, Wait] | None:
         """Send the step's gradients of copies to the owners of their experts. All ranks call it."""
-        if not self.copies:
+        if not self.replicas_per_rank:
             return None
         return self._exchange(list(self._grads.values()), self._staying(), self._leaving())
 
-    def add(self, received: Tensor) -> None:
+    def add_returned_grads(self, received: Tensor) -> None:
         """Add gradients of copies, which have come home, to those of the experts here."""
         owned = [expert for own in self._leaving() for expert in own]
         for number, tensors in self._parts(received, owned):
@@ -200,13 +200,13 @@ class ExpertPlaces:
 
     def _leaving(self) -> list[list[int]]:
         """By rank, which of the experts that this one owns it has copies of."""
-        own = self.present.owned(self._rank)
-        return [[own.index(e) for e in each if e in own] for each in self.present.copies]
+        own = self.map.owned(self._rank)
+        return [[own.index(e) for e in each if e in own] for each in self.map.replicas]
 
     def _staying(self) -> list[list[int]]:
         """By rank, which of the copies here are of experts that it owns."""
-        owners = [self.present.owners[expert] for expert in self.present.copies[self._rank]]
-        ranks = range(self.present.ranks)
+        owners = [self.map.owners[expert] for expert in self.map.replicas[self._rank]]
+        ranks = range(self.map.ranks)
         return [[i for i, owner in enumerate(owners) if owner == rank] for rank in ranks]
 
     def _exchange(

@@ -36,48 +36,48 @@ SCALE_BYTES = 4
 class RowCodec(Protocol):
     """How rows [rows, h] look on the wire."""
 
-    def coded(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor) -> Tensor:
         """[rows, width] of any type."""
 
-    def decoded(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """[rows, h] in the type that they had."""
 
 
-class Uncoded:
+class PlainCodec:
     """As they are."""
 
-    def coded(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor) -> Tensor:
         return rows
 
-    def decoded(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
         return coded
 
 
-class Rounded:
+class BF16Codec:
     """In bfloat16."""
 
-    def coded(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor) -> Tensor:
         return rows.to(torch.bfloat16)
 
-    def decoded(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
         return coded.to(dtype)
 
 
-class Stepped:
+class Int8Codec:
     """In whole steps of each row's own: [rows, h + 4], int8, the last four are the step."""
 
-    def coded(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor) -> Tensor:
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         least = torch.finfo(torch.float32).tiny
         step = (wide.abs().amax(-1, keepdim=True) / LARGEST).float().clamp(min=least)
         steps = (wide / step).round().clamp(-LARGEST, LARGEST).to(torch.int8)
         return torch.cat((steps, step.view(torch.int8)), -1)
 
-    def decoded(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
         width = coded.shape[-1] - SCALE_BYTES
         step = coded[:, width:].contiguous().view(torch.float32)
         return (coded[:, :width].to(torch.promote_types(dtype, torch.float32)) * step).to(dtype)
 
 
-UNCODED = Uncoded()
-CODECS: Mapping[Codec, RowCodec] = {"none": UNCODED, "bf16": Rounded(), "int8": Stepped()}
+UNCODED = PlainCodec()
+CODECS: Mapping[Codec, RowCodec] = {"none": UNCODED, "bf16": BF16Codec(), "int8": Int8Codec()}

@@ -10,7 +10,7 @@ from megapipe.layers.scratch import ScratchKey
 
 
 @dataclass
-class EarlierSlices:
+class SliceRoutingState:
     """Of a layer and the sequences of a micro-batch: sums over the slices so far, which come in
     ascending order.
 
@@ -19,14 +19,14 @@ class EarlierSlices:
 
     counts: Tensor | None = None
     """[scopes, experts], int64: choices that the balance term counts."""
-    spread: Tensor | None = None
+    score_sums: Tensor | None = None
     """[scopes, experts]: scores that sum to 1, of the tokens here."""
-    taken: Tensor | None = None
+    capacity_used: Tensor | None = None
     """[sequences, experts + 1], int64: choices that have asked for a place, on all ranks; the last
     column is of those that were dropped before."""
 
 
-EARLIER = ScratchKey[EarlierSlices]("earlier slices")
+EARLIER = ScratchKey[SliceRoutingState]("earlier slices")
 """Sums over the slices so far."""
 
 

@@ -18,7 +18,7 @@ Drop = Literal["choice", "position", "score"]
 Scope = Literal["sequence", "microbatch", "step"]
 Codec = Literal["none", "bf16", "int8"]
 """How rows that travel to experts look on the wire (:mod:`megapipe.layers.moe.row_codec`)."""
-NUMBERS = 4
+NUM_STATS = 4
 """Numbers that a layer tells of its routing before the choices of each expert: tokens, the sums of
 their balance and z terms, and choices dropped."""
 
@@ -37,18 +37,18 @@ class Routing:
     group_top_k: int = 1
     capacity: float | None = None
     drop: Drop = "choice"
-    balance: float = 0.0
+    aux_loss_coeff: float = 0.0
     scope: Scope = "sequence"
     """The balance term is taken over each sequence, each micro-batch, or all of the global batch
     with the choices of the last step that had an update."""
     first_only: bool = False
     """It counts first choices alone."""
-    z: float = 0.0
+    z_loss_coeff: float = 0.0
     jitter: float = 0.0
     """In training the router's input is multiplied by factors between 1 - this and 1 + this."""
     random_second: bool = False
     """In training the second of two choices is kept with the probability of twice its share."""
-    biased: bool = False
+    has_expert_bias: bool = False
     """Each expert has a bias that is added to its score where experts are chosen."""
 
     @cached_property
@@ -59,22 +59,22 @@ class Routing:
 
         return make_router(self.scores)
 
-    def places(self, length: int) -> int | None:
+    def expert_capacity(self, length: int) -> int | None:
         """Tokens of a sequence that an expert takes at most; None: all."""
         if self.capacity is None:
             return None
         return ceil(Fraction(str(self.capacity)) * self.top_k * length / self.experts)
 
     @property
-    def tells_first(self) -> bool:
+    def reports_first_choices(self) -> bool:
         """Whether a layer tells first choices beside all, as the next step's balance term counts
         these alone."""
         return self.scope == "step" and self.first_only
 
     @property
-    def told(self) -> int:
+    def num_stats(self) -> int:
         """Numbers that a layer tells of its routing."""
-        return NUMBERS + self.experts * (1 + self.tells_first)
+        return NUM_STATS + self.experts * (1 + self.reports_first_choices)
 
 
 def wire_bytes(codec: str, width: int, size: int) -> int:
@@ -92,7 +92,7 @@ def counts_name(layer: int, first_only: bool) -> str:
     return f"routing/layers.{layer}.moe.router.{'first_' if first_only else ''}counts"
 
 
-def placed_name(layer: int) -> str:
+def replica_counts_name(layer: int) -> str:
     """Name of the choices by which copies of a layer's experts were chosen, likewise."""
     return f"routing/layers.{layer}.moe.copies.counts"
 
@@ -100,7 +100,7 @@ def placed_name(layer: int) -> str:
 def padded_rows(routing: Routing, tokens: int, sequences: int, length: int) -> int:
     """Rows of all experts that a rank has room for, of `tokens` of so many sequences of that
     length."""
-    places = routing.places(length)
+    places = routing.expert_capacity(length)
     assert places is not None, "checked"
     return routing.experts * sequences * min(places, tokens // sequences)
 

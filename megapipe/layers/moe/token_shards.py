@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megapipe.context.split import HeldPositions
+from megapipe.context.split import LocalPositions
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, all_reduce
 
@@ -19,7 +19,7 @@ class TokenShards:
     axis: Axis = field(default_factory=Axis.alone)
     positions: Tensor | None = None
     """[s]: those of the first rank's tokens, then of the second's, ...; None: they ascend."""
-    before: int = 0
+    earlier_positions: int = 0
     """Positions of the sequence in earlier slices."""
     whole: int | None = None
     """Positions of the whole sequence, of which these are a slice; None: of all of it."""
@@ -31,7 +31,7 @@ class TokenShards:
         here: int,
         device: torch.device,
         *,
-        held: HeldPositions | None,
+        held: LocalPositions | None,
         start: int,
         whole: int | None,
     ) -> TokenShards:
@@ -54,7 +54,7 @@ class TokenShards:
 
     def ends(self, here: int) -> bool:
         """Whether these tokens are the last of their sequences."""
-        return self.before + here * self.axis.size == self.length(here)
+        return self.earlier_positions + here * self.axis.size == self.length(here)
 
     def gather(self, own: Tensor) -> Tensor:
         """[s/n, b, k] of the tokens here -> [s, b, k] of those of all ranks, position by position.
@@ -65,15 +65,17 @@ class TokenShards:
     def own_positions(self, here: int, device: torch.device) -> Tensor:
         """[here]: the positions of this rank's tokens, of which each sequence has so many."""
         if self.positions is None:
-            return torch.arange(here, device=device) + (self.before + here * self.axis.index)
+            return torch.arange(here, device=device) + (
+                self.earlier_positions + here * self.axis.index
+            )
         return self.positions.chunk(self.axis.size)[self.axis.index]
 
-    def own(self, whole: Tensor) -> Tensor:
+    def local_part(self, whole: Tensor) -> Tensor:
         """[s, b, k] -> [s/n, b, k]: the part of this rank's tokens."""
         if self.positions is None:
             return whole.chunk(self.axis.size)[self.axis.index]
-        return whole[self.positions.chunk(self.axis.size)[self.axis.index] - self.before]
+        return whole[self.positions.chunk(self.axis.size)[self.axis.index] - self.earlier_positions]
 
-    def add_up(self, counts: Tensor) -> Tensor:
+    def all_reduce(self, counts: Tensor) -> Tensor:
         """Sums of the numbers of all of these ranks, in place."""
         return all_reduce(counts, self.axis)

@@ -72,7 +72,7 @@ class Transfer:
         start: StartExchange = start_exchange,
     ) -> None:
         self._codec, self._dtype = codec, rows.dtype
-        self._rows = codec.coded(rows)
+        self._rows = codec.encode(rows)
         self._steps = deque(steps)
         self._start_exchange = start
         self._wait = done
@@ -89,7 +89,7 @@ class Transfer:
             self._start()
         self._wait()
         self._wait = done
-        self._rows = self._codec.decoded(self._rows, self._dtype)
+        self._rows = self._codec.decode(self._rows, self._dtype)
         return self._rows
 
     def _start(self) -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
-from megapipe.layers.moe.chunks import Chunk
-from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.layers.moe.chunks import ExpertChunk
+from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.layers.weight_grad import main_grad
 
 
@@ -35,8 +35,8 @@ class LocalExperts:
     def __init__(
         self,
         parameters: Parameters,
-        chunks: Sequence[Chunk],
-        replicas: ExpertPlaces | None = None,
+        chunks: Sequence[ExpertChunk],
+        replicas: ExpertReplicas | None = None,
         *,
         adds_bias: bool,
     ) -> None:
@@ -48,7 +48,7 @@ class LocalExperts:
     def start(self, number: int) -> None:
         """Start sending weights of replicas, if that has not been done."""
         if self._replicas is not None and self._chunks[number].experts.start == self._owned:
-            self._replicas.begin()
+            self._replicas.start_broadcast()
 
     def start_next_hop(self, number: int) -> None:
         """Nothing is sent."""
@@ -68,7 +68,7 @@ class ExpertGrads:
     """Where gradients of the experts that are computed here are added: into the main gradients of
     this rank's experts, and into those of replicas."""
 
-    def __init__(self, replicas: ExpertPlaces | None = None) -> None:
+    def __init__(self, replicas: ExpertReplicas | None = None) -> None:
         self._replicas = replicas
 
     def of(self, parameter: Parameter) -> Tensor | Sequence[Tensor]:

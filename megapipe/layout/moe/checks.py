@@ -11,7 +11,7 @@ from megapipe.layers.moe.specs import most_imbalance
 from megapipe.layout.moe.dispatch import check_dispatch
 from megapipe.model.gpt.moe.checks import experts_in
 from megapipe.model.gpt.moe.layers import routing_of
-from megapipe.words import choices, multiples
+from megapipe.words import divisors_hint, nearest_multiples
 
 
 def check_experts(config: Config, dp: int) -> None:
@@ -32,26 +32,26 @@ def _check_ranks(config: Config, dp: int) -> None:
         inner = f" x parallel.etp={etp}" if etp > 1 else ""
         raise ConfigError(
             f"parallel.ep={ep}{inner} does not divide dp {dp} x cp {parallel.cp} x tp {tp} = "
-            f"{block}: {choices('ep x etp' if etp > 1 else 'ep', block, ep * etp)}"
+            f"{block}: {divisors_hint('ep x etp' if etp > 1 else 'ep', block, ep * etp)}"
         )
     assert moe.ffn is not None, "resolved"
     if moe.ffn % etp:
         raise ConfigError(
             f"model.moe.ffn={moe.ffn} is not divisible by parallel.etp={etp}: "
-            f"{multiples(moe.ffn, etp)}"
+            f"{nearest_multiples(moe.ffn, etp)}"
         )
     for layer in filter(moe.has_experts, range(config.model.layers)):
         experts = moe.experts_of(layer)
         if experts % ep:
             raise ConfigError(
                 f"{experts_in(moe, layer)} is not divisible by parallel.ep={ep}: "
-                f"{multiples(experts, ep)}"
+                f"{nearest_multiples(experts, ep)}"
             )
     copies, size = block // (ep * etp), optimizer.shard_size
     if size is not None and copies % min(size, copies):
         raise ConfigError(
             f"optimizer.shard_size={size} does not divide the {copies} copies of experts that "
-            f"parallel.ep={ep} x etp {etp} leaves: {choices('shard_size', copies, size)}"
+            f"parallel.ep={ep} x etp {etp} leaves: {divisors_hint('shard_size', copies, size)}"
         )
     if config.lora.rank is not None and moe.bias_rate:
         raise ConfigError(

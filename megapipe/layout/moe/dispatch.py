@@ -6,11 +6,11 @@ from megapipe.config.config import Config
 from megapipe.config.experts import ExpertsConfig
 from megapipe.config.strict_yaml import text_of
 from megapipe.errors import ConfigError
-from megapipe.layout.moe.replicas import check_maps
+from megapipe.layout.moe.replicas import check_rebalance
 from megapipe.layout.speeds import SPEED_KEYS, Speeds
 from megapipe.model.gpt.moe.checks import experts_in
 from megapipe.util.user_code import is_user_code
-from megapipe.words import either
+from megapipe.words import join_or
 
 MOST_CHUNKS = 8
 BY_BYTES = ("all_to_all", "all_gather", "fetch")
@@ -37,7 +37,7 @@ def resolved_experts(config: Config) -> ExpertsConfig:
     return experts.model_copy(update={"dispatch": dispatch, "chunks": experts.number_of_chunks})
 
 
-def forms_of(config: Config) -> tuple[str, ...]:
+def dispatch_candidates(config: Config) -> tuple[str, ...]:
     """Those that dispatch=auto takes one of; with a codec or a policy rows have to travel."""
     travel = config.experts.codec != "none" or config.experts.moves
     return tuple(form for form in BY_BYTES if form != "fetch" or not travel)
@@ -63,7 +63,7 @@ def check_dispatch(config: Config) -> None:
         load_dispatcher(experts.dispatch)
     _check_codec(config)
     _check_topology(config)
-    check_maps(config)
+    check_rebalance(config)
     for layer in filter(moe.has_experts, range(config.model.layers)):
         here = moe.experts_of(layer) // ep
         if experts.number_of_chunks > here:
@@ -155,5 +155,5 @@ def _check_node(node: int, ranks: int) -> None:
         )
     if node == 1 or ranks % node:
         fitting = [size for size in range(2, ranks) if ranks % size == 0]
-        wanted = f"node could be {either(fitting)}" if fitting else "expected all_to_all"
+        wanted = f"node could be {join_or(fitting)}" if fitting else "expected all_to_all"
         raise ConfigError(f"{where}, which do not make whole nodes of several: {wanted}")

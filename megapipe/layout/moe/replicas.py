@@ -19,14 +19,14 @@ MOST_PLACES = 2**15 - 1
 """Places for experts on all ranks of a group together, as choices are int16."""
 
 
-def without_maps(experts: ExpertsConfig) -> ExpertsConfig:
+def without_rebalance(experts: ExpertsConfig) -> ExpertsConfig:
     """The section where experts stay where they are."""
     fields = ExpertsConfig.model_fields
     keys = keys_with(ExpertsConfig, OF_MAPS)
     return experts.model_copy(update={key: fields[key].default for key in keys})
 
 
-def check_maps(config: Config) -> None:
+def check_rebalance(config: Config) -> None:
     """Refuse a policy that lacks what it goes by, and what it has no support for; experts are split
     over several ranks."""
     experts = config.experts
@@ -124,7 +124,7 @@ def check_pool(config: Config, layout: Layout) -> None:
         pools_of(config, layout)
 
 
-def ranks_of_a_node(config: Config) -> int:
+def ep_ranks_per_node(config: Config) -> int:
     """ep ranks of a node, where a group is of whole nodes; otherwise all."""
     ep, etp = config.parallel.ep, config.parallel.etp
     per_node = config.experts.node or config.parallel.per_node

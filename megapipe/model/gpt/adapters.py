@@ -7,7 +7,7 @@ from torch import nn
 from megapipe.config.model import ModelConfig
 from megapipe.layers.lora import AdaptedLinear, AdapterSpec
 from megapipe.layers.lora_specs import Lora
-from megapipe.model.gpt.lora import adapter_name, module_of, places, targets_in
+from megapipe.model.gpt.lora import adapter_name, adapter_targets, module_of, targets_in
 from megapipe.model.gpt.parameters import Named
 
 
@@ -15,7 +15,7 @@ def adapt(block: nn.Module, layer: int, named: Named, model: ModelConfig, lora: 
     """Replace the linear layers of `block` that `lora` names by ones with adapters, whose
     parameters are in `named`."""
     specs: dict[str, list[AdapterSpec]] = {}
-    found = places(model)
+    found = adapter_targets(model)
     for target in targets_in(model, lora, layer):
         name, place = adapter_name(model, layer, target), found[target]
         a, b = named[f"{name}.lora_a"], named[f"{name}.lora_b"]

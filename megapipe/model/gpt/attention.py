@@ -51,7 +51,7 @@ class _Turned(Function):
         return grad, None, None, None, None
 
 
-def joined(y: Tensor) -> Tensor:
+def merge_heads(y: Tensor) -> Tensor:
     """The heads of each position in one row: [b, heads, s, d] -> [s, b, heads * d]."""
     return y.permute(2, 0, 1, 3).flatten(2)
 
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x, graph_only)
         if rotary is None or self.q_norm is not None:
             return qkv
-        return _Turned.apply(qkv, self.turning, self.rotate, rotary, graph_only)
+        return _Turned.apply(qkv, self.rotated_view, self.rotate, rotary, graph_only)
 
     def forward(
         self,
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(self.layer, mb.start, k, v)
         y = self._attend(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), mb)
-        return self.out(joined(y), graph_only)
+        return self.out(merge_heads(y), graph_only)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, heads / tp, d], keys and values [s, b, kv_heads / tp, d]."""
@@ -142,7 +142,7 @@ class Attention(nn.Module):
             )
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
-    def turning(self, qkv: Tensor) -> Tensor:
+    def rotated_view(self, qkv: Tensor) -> Tensor:
         """View of what is rotated in the output of :meth:`project`, [s, b, groups, n, d]."""
         return self._rotated_width(self._grouped(qkv)[..., :-1, :])
 

@@ -14,16 +14,16 @@ from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.lora_specs import Lora
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
-from megapipe.layers.offload import HostMemory, keeping
+from megapipe.layers.offload import ActivationOffload, save_policy
 from megapipe.layers.parameter import Sharding
-from megapipe.layers.policy import BlockPolicy, Span
-from megapipe.layers.recompute import Keeping, Segment, keep
+from megapipe.layers.policy import BlockPolicy, BlockSpan
+from megapipe.layers.recompute import SavePolicy, Segment, save_all
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.adapters import adapt
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.lora import with_adapters
 from megapipe.model.gpt.mlp import MLP
-from megapipe.model.gpt.moe.mixture import Mixture
+from megapipe.model.gpt.moe.mixture import MoELayer
 from megapipe.model.gpt.parameters import Named, block_parameters, layer_of
 from megapipe.model.gpt.rotary import Rotaries, Tables
 from megapipe.model.own_norm import load_norm
@@ -66,9 +66,9 @@ class Block(nn.Module):
         self.attention_norm = new_norm(sharding, config, named, f"{name}.attention_norm")
         self.attention = Attention(sharding, config, layer, named)
         self.mlp_norm = new_norm(sharding, config, named, f"{name}.mlp_norm")
-        self.mixture: Mixture | None = None
+        self.mixture: MoELayer | None = None
         if config.moe.has_experts(layer):
-            self.mixture = Mixture(sharding, config, layer, named)
+            self.mixture = MoELayer(sharding, config, layer, named)
         else:
             self.mlp = MLP(sharding, config, f"{name}.mlp", named)
         self.attention_post_norm: Norm | None = None
@@ -80,15 +80,15 @@ class Block(nn.Module):
             self.mlp_post_norm = new_norm(sharding, config, named, f"{name}.mlp_post_norm")
         if lora is not None:
             adapt(self, layer, named, config, lora)
-        self.use(BlockPolicy(), HostMemory())
+        self.set_policy(BlockPolicy(), ActivationOffload())
 
-    def use(self, policy: BlockPolicy, host: HostMemory) -> None:
+    def set_policy(self, policy: BlockPolicy, host: ActivationOffload) -> None:
         """Let segments recompute and offload as `policy` says, offloading to `host`."""
-        self.of_norms = keeping(policy, "norm", host)
-        self.of_attention = keeping(policy, "attention", host)
-        self.of_activation = keeping(policy, "mlp_activation", host)
+        self.of_norms = save_policy(policy, "norm", host)
+        self.of_attention = save_policy(policy, "attention", host)
+        self.of_activation = save_policy(policy, "mlp_activation", host)
         if self.mixture is not None:
-            self.mixture.of_experts = keeping(policy, "experts", host)
+            self.mixture.of_experts = save_policy(policy, "experts", host)
 
     def forward(
         self,
@@ -106,13 +106,13 @@ class Block(nn.Module):
         y = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         given = x if self.parallel else y
         if self.mixture is not None:
-            return y + self.mixed(self.mixture, self.mlp_norm(given), mb, graph_only)
+            return y + self.run_moe(self.mixture, self.mlp_norm(given), mb, graph_only)
         wide = self.of_norms(self._widen, given)
         if self.mlp_post_norm is not None:
             return y + self.mlp_post_norm(self.of_activation(self._narrow, wide, mb))
         return y + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
 
-    def mixed(self, mixture: Mixture, x: Tensor, mb: MicroBatch, graph_only: bool) -> Tensor:
+    def run_moe(self, mixture: MoELayer, x: Tensor, mb: MicroBatch, graph_only: bool) -> Tensor:
         """The branch of a mixture of experts, of its input."""
         if self.mlp_post_norm is not None:
             return self.mlp_post_norm(self._drop(mixture(x, mb, False), mb, "mlp_out"))
@@ -153,10 +153,10 @@ class Blocks(nn.ModuleList):
     def __init__(self, blocks: Iterable[Block]) -> None:
         blocks = list(blocks)
         super().__init__(blocks)
-        self._host = HostMemory()
-        self._spans: list[tuple[Segment, Keeping]] = [(partial(_through, blocks), keep)]
+        self._host = ActivationOffload()
+        self._spans: list[tuple[Segment, SavePolicy]] = [(partial(_through, blocks), save_all)]
 
-    def use(self, spans: Sequence[Span]) -> None:
+    def use(self, spans: Sequence[BlockSpan]) -> None:
         """Set which activations the blocks keep: `spans` cover all blocks in order."""
         assert sum(span.blocks for span in spans) == len(self)
         self._spans.clear()
@@ -164,10 +164,10 @@ class Blocks(nn.ModuleList):
         for span in spans:
             start, stop = stop, stop + span.blocks
             blocks = cast("list[Block]", list(self)[start:stop])
-            how = keeping(span.policy, "block", self._host)
+            how = save_policy(span.policy, "block", self._host)
             self._spans.append((partial(_through, blocks), how))
             for block in blocks:
-                block.use(span.policy, self._host)
+                block.set_policy(span.policy, self._host)
 
     def forward(
         self, x: Tensor, mb: MicroBatch, rotary: Rotaries, cache: KVCache | None, graph_only: bool

@@ -6,24 +6,24 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.unused_keys import check_effects
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.moe.checks import check_experts
-from megapipe.model.interface import Conditions
+from megapipe.model.interface import RunShape
 from megapipe.model.own_norm import load_norm
-from megapipe.words import choices
+from megapipe.words import divisors_hint
 
 
-def check(model: ModelConfig, given: Conditions) -> None:
+def check(model: ModelConfig, given: RunShape) -> None:
     """Raise :class:`ConfigError` for the first thing that is wrong."""
     heads, kv_heads, tp = model.heads, model.kv_heads or model.heads, given.tp
     if heads % kv_heads:
         raise ConfigError(
             f"model.heads={heads} is not divisible by model.kv_heads={kv_heads}: "
-            f"{choices('kv_heads', heads, kv_heads)}"
+            f"{divisors_hint('kv_heads', heads, kv_heads)}"
         )
     for key, size in (("heads", heads), ("kv_heads", kv_heads), ("ffn_hidden", model.ffn_hidden)):
         if size is not None and size % tp:
             raise ConfigError(
                 f"model.{key}={size} is not divisible by parallel.tp={tp}: "
-                f"{choices('tp', size, tp)}"
+                f"{divisors_hint('tp', size, tp)}"
             )
     check_effects(SimpleNamespace(model=model), "model")
     check_experts(model)
@@ -80,6 +80,6 @@ def resolved(model: ModelConfig, vocab_size: int | None, sequence_length: int) -
     if model.head_dim is None and model.hidden % model.heads:
         raise ConfigError(
             f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "
-            f"set model.head_dim, or {choices('heads', model.hidden, model.heads)}"
+            f"set model.head_dim, or {divisors_hint('heads', model.hidden, model.heads)}"
         )
     return model.resolved(vocab_size=vocab_size, sequence_length=sequence_length)

@@ -31,7 +31,7 @@ from megapipe.layers.linear import (
 )
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding
-from megapipe.model.gpt.attention import joined
+from megapipe.model.gpt.attention import merge_heads
 from megapipe.model.gpt.block import Block, Rotary
 from megapipe.ops.compiler import Compiler
 from megapipe.ops.documents import Documents
@@ -76,7 +76,7 @@ class CompiledBlock:
             y, harvest.inputs = self._run(block, x, rotary, mask, linears, graph_only)
             return y
         y, given, harvest.inputs = self._until_mlp(block, x, rotary, mask, linears)
-        return y + block.mixed(block.mixture, given, mb, graph_only)
+        return y + block.run_moe(block.mixture, given, mb, graph_only)
 
     def _around_attention(
         self,
@@ -99,7 +99,7 @@ class CompiledBlock:
             return y
         y, given, of_out = self._between(block, x, mixed, linears[1])
         harvest.inputs = normed, of_out
-        return y + block.mixed(block.mixture, given, mb, graph_only)
+        return y + block.run_moe(block.mixture, given, mb, graph_only)
 
 
 class _Harvest:
@@ -122,7 +122,7 @@ class _Sinks(Function):
     def forward(ctx: Any, anchor: Tensor, harvest: _Harvest, x: Tensor) -> tuple[Tensor, ...]:
         ctx.harvest = harvest
         shapes = [
-            layer.output_shape(x) if layer.rows_split else x.shape for layer in harvest.layers
+            layer.output_shape(x) if layer.splits_outputs else x.shape for layer in harvest.layers
         ]
         return tuple(x.new_zeros(()).expand(shape) for shape in shapes)
 
@@ -222,7 +222,7 @@ def attended(
     normed, q, k, v = before_attention(block, x, rotary, qkv)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     attend = block.sharding.kernels.attention
-    return normed, joined(attend(q, k, v, 0.0, documents, attention.scores))
+    return normed, merge_heads(attend(q, k, v, 0.0, documents, attention.scores))
 
 
 def before_attention(

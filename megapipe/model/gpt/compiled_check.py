@@ -12,14 +12,14 @@ from torch.autograd import backward
 
 from megapipe.config.model import ModelConfig
 from megapipe.context.positions import Positions
-from megapipe.context.split import HeldPositions
+from megapipe.context.split import LocalPositions
 from megapipe.errors import ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.weight_grad import WeightGradQueue
 from megapipe.model.gpt.block import Block, Rotary
 from megapipe.model.gpt.compiled import CompiledBlock
-from megapipe.model.gpt.moe.mixture import Mixture
+from megapipe.model.gpt.moe.mixture import MoELayer
 from megapipe.model.gpt.rotary import Rotaries, rotaries
 from megapipe.ops.documents import Documents
 
@@ -41,7 +41,7 @@ def check_compiled(
     again: bool,
     documents: bool,
     device: torch.device,
-    held: HeldPositions | None = None,
+    held: LocalPositions | None = None,
 ) -> None:
     """Compare a compiled block of random weights with the same block uncompiled.
 
@@ -89,7 +89,7 @@ def check_compiled(
         data = [(draw(shape), draw(shape)) for _ in range(2)]
         ids = (torch.arange(length) * 3 // length).expand(number, length)
         ends = Documents(ids, device) if documents else None
-        mb = MicroBatch(0, 0, 0, documents=ends, held=held)
+        mb = MicroBatch(0, 0, 0, documents=ends, local_positions=held)
         for graph_only in (False, True) if again else (False,):
             block.compiled = compiled
             try:
@@ -103,7 +103,7 @@ def check_compiled(
             _compare(found, _results(block, data, mb, rotary, graph_only=graph_only))
 
 
-class _Through(Mixture):
+class _Through(MoELayer):
     """In the place of experts, which are not compiled: in a block with other rounding errors they
     might be chosen otherwise."""
 

@@ -12,9 +12,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, get_args
 
 from megapipe.config.model import ModelConfig
-from megapipe.context.split import HeldPositions
+from megapipe.context.split import LocalPositions
 from megapipe.layers.moe.specs import padded_rows
-from megapipe.layers.policy import Span
+from megapipe.layers.policy import BlockSpan
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.gpt import checks
 from megapipe.model.gpt.flops import causal_flops, head_flops, layer_flops
@@ -24,11 +24,11 @@ from megapipe.model.gpt.parameters import buffers, known, stage_parameters
 from megapipe.model.gpt.scores import scores_of
 from megapipe.model.gpt.work import Once, part_costs, stage_work
 from megapipe.model.interface import (
-    Conditions,
-    Family,
     Feature,
-    Repeated,
+    ModelSpec,
+    RunShape,
     TensorShape,
+    UniformRecompute,
     Work,
     main_tensor,
 )
@@ -37,7 +37,7 @@ from megapipe.model.own_loss import load_loss
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
 from megapipe.util.dtypes import Dtype
-from megapipe.words import counted, either
+from megapipe.words import count_noun, join_or
 
 if TYPE_CHECKING:
     from torch import device
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GPT(Family):
+class GPTSpec(ModelSpec):
     """A decoder of resolved sizes; every feature is supported."""
 
     model: ModelConfig
-    conditions: Conditions
+    conditions: RunShape
 
     name = "GPT"
-    ends = True
+    has_embedding_and_head = True
 
     @property
     def supports(self) -> Collection[Feature]:
@@ -85,8 +85,8 @@ class GPT(Family):
             beside = "" if moe.shared is None else f" beside one of {moe.shared}"
             each = self.experts()
             experts = (
-                f", in {counted(len(each), 'layer')} {moe.top_k} of "
-                f"{either(sorted(set(each.values())))} experts of {moe.ffn}{beside}"
+                f", in {count_noun(len(each), 'layer')} {moe.top_k} of "
+                f"{join_or(sorted(set(each.values())))} experts of {moe.ffn}{beside}"
             )
         return (
             f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads of "
@@ -101,16 +101,18 @@ class GPT(Family):
         moe = self.model.moe
         return {n: moe.experts_of(n) for n in filter(moe.has_experts, range(self.layers))}
 
-    def told(self) -> Mapping[int, int]:
-        return {layer: routing_of(self.model.moe, layer).told for layer in self.experts()}
+    def routing_stat_counts(self) -> Mapping[int, int]:
+        return {layer: routing_of(self.model.moe, layer).num_stats for layer in self.experts()}
 
     def kind(self, layer: int) -> Hashable:
         moe = self.model.moe
         routing = routing_of(moe, layer) if moe.has_experts(layer) else None
         return self.model.window_of(layer), routing
 
-    def active(self) -> int:
-        return self.count() - sum(unused_parameters(self.model, layer) for layer in self.experts())
+    def active_parameters(self) -> int:
+        return self.num_parameters() - sum(
+            unused_parameters(self.model, layer) for layer in self.experts()
+        )
 
     def _once(self, layer: int) -> Once:
         given = self.conditions
@@ -119,14 +121,14 @@ class GPT(Family):
     def _rows(self, layer: int) -> int | Fraction:
         """Rows of experts for each token, if a layer has some: with those that are empty."""
         given, moe = self.conditions, self.model.moe
-        if not (given.pad and moe.has_experts(layer)):
+        if not (given.pad_to_capacity and moe.has_experts(layer)):
             return moe.top_k
         tokens = given.sequence_length // (given.cp * given.tp)
         return Fraction(
             padded_rows(routing_of(moe, layer), tokens, 1, given.sequence_length), tokens
         )
 
-    def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
+    def unit_costs(self, repeated: UniformRecompute | None) -> Sequence[Time]:
         each = [self._once(layer) for layer in range(self.layers)]
         costs = [part_costs(once, repeated) for once in each]
         _, head = costs[-1]
@@ -139,7 +141,7 @@ class GPT(Family):
             return [Fraction(0), *layers, head - each[0].head]
         return [Fraction(0), *(layer for layer, _ in costs), head]
 
-    def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
+    def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, again: bool) -> Work:
         chunked = self.conditions.loss_chunk > 0
         work = stage_work(self._once, stage, spans, again=again, chunked=chunked)
         if self.conditions.lora is None:
@@ -158,7 +160,7 @@ class GPT(Family):
     def _adapter_flops(self, layers: Iterable[int]) -> int:
         return sum(adapter_flops(self.model, self.conditions.lora, layer) for layer in layers)
 
-    def unit_of_work(self) -> Time:
+    def reference_layer_flops(self) -> Time:
         return max(self._once(layer).layer for layer in range(self.layers))
 
     def forward_flops(self, stage: StageSpec) -> int:
@@ -180,13 +182,13 @@ class GPT(Family):
     def causal_flops(self, length: int) -> int:
         return causal_flops(self.model, length)
 
-    def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
+    def output_shape(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         """Hidden states [s(/tp), b, h]."""
         split = self.conditions.tp if self.conditions.sequence_parallel else 1
         return (main_tensor((length // split, rows, self.model.hidden), self.dtype),)
 
     @property
-    def kernels(self) -> KernelNeeds:
+    def kernel_needs(self) -> KernelNeeds:
         model, tp = self.model, self.conditions.tp
         heads, groups = model.heads // tp, known(model.kv_heads) // tp
         scores = scores_of(model, 0, 0, tp)._replace(window=model.window)
@@ -216,7 +218,7 @@ class GPT(Family):
         again: bool,
         documents: bool,
         device: device,
-        held: HeldPositions | None = None,
+        held: LocalPositions | None = None,
     ) -> None:
         from megapipe.model.gpt.compiled_check import check_compiled
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.lora_specs import ALL_ROWS, Lora, Rows, adapter
+from megapipe.layers.lora_specs import ALL_ROWS, Lora, RowSlice, adapter
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.parameters import block_parameters, known
@@ -22,15 +22,15 @@ COLUMNS = (QKV, "mlp.up")
 """Layers whose rows are split over tp; the columns of the others are."""
 
 
-class Place(NamedTuple):
+class AdapterTarget(NamedTuple):
     """Where an adapter is: rows of a linear layer. In layers with experts the MLP is the shared
     one."""
 
     layer: str
-    rows: Rows = ALL_ROWS
+    rows: RowSlice = ALL_ROWS
 
 
-def places(model: ModelConfig) -> dict[str, Place]:
+def adapter_targets(model: ModelConfig) -> dict[str, AdapterTarget]:
     """The targets in the blocks of a resolved model, in the order of the forward.
 
     An adapter of the queries alone (keys, values, the gate) adds to their rows of the layer that
@@ -39,17 +39,20 @@ def places(model: ModelConfig) -> dict[str, Place]:
     queries = model.heads // known(model.kv_heads)
     groups = (-1, queries + 2, known(model.head_dim))
     cuts = ((0, queries), (queries, queries + 1), (queries + 1, queries + 2))
-    found = {QKV: Place(QKV)}
-    found |= {name: Place(QKV, Rows(groups, *cut)) for name, cut in zip(HEADS, cuts, strict=True)}
-    found["attention.out"] = Place("attention.out")
+    found = {QKV: AdapterTarget(QKV)}
+    found |= {
+        name: AdapterTarget(QKV, RowSlice(groups, *cut))
+        for name, cut in zip(HEADS, cuts, strict=True)
+    }
+    found["attention.out"] = AdapterTarget("attention.out")
     if not any(_has_mlp(model, layer) for layer in range(model.layers)):
         return found
     if model.gated:
-        found["mlp.gate"] = Place("mlp.up", Rows((1, 2, -1), 0, 1))
-        found["mlp.up"] = Place("mlp.up", Rows((1, 2, -1), 1, 2))
+        found["mlp.gate"] = AdapterTarget("mlp.up", RowSlice((1, 2, -1), 0, 1))
+        found["mlp.up"] = AdapterTarget("mlp.up", RowSlice((1, 2, -1), 1, 2))
     else:
-        found["mlp.up"] = Place("mlp.up")
-    return found | {"mlp.down": Place("mlp.down")}
+        found["mlp.up"] = AdapterTarget("mlp.up")
+    return found | {"mlp.down": AdapterTarget("mlp.down")}
 
 
 def _has_mlp(model: ModelConfig, layer: int) -> bool:
@@ -58,7 +61,7 @@ def _has_mlp(model: ModelConfig, layer: int) -> bool:
 
 def targets_in(model: ModelConfig, lora: Lora, layer: int) -> list[str]:
     """Those of a layer, which may have experts and no MLP beside them."""
-    found = places(model)
+    found = adapter_targets(model)
     return [
         target
         for target in lora.targets
@@ -78,7 +81,7 @@ def resolved_targets(model: ModelConfig, targets: Sequence[str]) -> list[str]:
 
     Raises :class:`ConfigError` for one that a block does not have.
     """
-    found = places(model)
+    found = adapter_targets(model)
     wanted = set(targets) - {ALL}
     if wrong := sorted(wanted - found.keys()):
         raise ConfigError(
@@ -123,7 +126,7 @@ def with_adapters(
     if lora is None:
         yield from parameters
         return
-    found = places(model)
+    found = adapter_targets(model)
     for spec in parameters:
         yield replace(spec, frozen=True)
         start, _, rest = spec.name.partition(".")

@@ -18,7 +18,7 @@ from megapipe.layers.specs import (
     row_linear,
     vocabulary,
 )
-from megapipe.model.gpt.moe.layers import mixture_parameters
+from megapipe.model.gpt.moe.layers import moe_parameters
 from megapipe.model.partition import StageSpec
 
 Named = Mapping[str, ParameterSpec]
@@ -93,7 +93,7 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
         yield from norm_parameters(model, f"{name}.attention_post_norm")
     yield from norm_parameters(model, f"{name}.mlp_norm")
     if model.moe.has_experts(layer):
-        yield from mixture_parameters(model, layer)
+        yield from moe_parameters(model, layer)
     else:
         yield from column_linear(f"{name}.mlp.up", up, bias=bias, std=std)
         yield from row_linear(f"{name}.mlp.down", (h, ffn), bias=bias, std=residual_std)

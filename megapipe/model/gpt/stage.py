@@ -23,7 +23,7 @@ from megapipe.layers.lora_specs import Lora
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
 from megapipe.layers.parameter import Sharding
-from megapipe.layers.policy import Span
+from megapipe.layers.policy import BlockSpan
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.block import Block, Blocks, new_norm
 from megapipe.model.gpt.compiled import CompiledBlock
@@ -89,7 +89,7 @@ class GPTStage(nn.Module):
             self.head = ColumnParallelLinear(sharding, *with_adapters(config, [head(config)], lora))
         self._rotary: tuple[Positions, Rotaries] | None = None
 
-    def use(self, spans: Sequence[Span]) -> None:
+    def set_policies(self, spans: Sequence[BlockSpan]) -> None:
         """Set which activations the blocks keep: `spans` cover all blocks in order."""
         self.layers.use(spans)
 
@@ -168,7 +168,7 @@ class GPTStage(nn.Module):
                 scale = torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu")
                 x = x * scale.item()
             if self.position is not None:
-                x = self.position(x, mb.here(self._rows(x)), mb.positions)
+                x = self.position(x, mb.positions_of(self._rows(x)), mb.positions)
             if self.embedding_norm is not None:
                 x = self.embedding_norm(x)
             p = self.config.dropout if self.training else 0.0
@@ -186,7 +186,7 @@ class GPTStage(nn.Module):
     def _rotary_for(self, x: Tensor, mb: MicroBatch) -> Rotaries:
         here = self._rows(x)
         length = mb.sequence_length or here
-        own = Positions.whole(length) if mb.held is None else mb.held.own
+        own = Positions.whole(length) if mb.local_positions is None else mb.local_positions.own
         if self._rotary is None or self._rotary[0] != own:
             self._rotary = own, rotaries(self.config, own, x.device, x.dtype)
 

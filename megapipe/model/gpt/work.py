@@ -14,10 +14,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megapipe.config.model import ModelConfig
-from megapipe.layers.policy import BlockPolicy, Span, padded_vocabulary
+from megapipe.layers.policy import BlockPolicy, BlockSpan, padded_vocabulary
 from megapipe.model.gpt.flops import layer_flops, row_flops
 from megapipe.model.gpt.parameters import known
-from megapipe.model.interface import Repeated, Work
+from megapipe.model.interface import UniformRecompute, Work
 from megapipe.model.partition import StageSpec
 
 Exact = int | Fraction
@@ -74,7 +74,7 @@ def _first_products(model: ModelConfig, experts: int, rows: Exact) -> Exact:
     return 2 * model.hidden * (experts + wide)
 
 
-def part_costs(once: Once, repeated: Repeated | None) -> tuple[Fraction, Fraction]:
+def part_costs(once: Once, repeated: UniformRecompute | None) -> tuple[Fraction, Fraction]:
     """FLOPs per token, forward and backward, that a layer and the head add to a stage; the
     embedding adds none."""
     layer, head = Fraction(3 * once.layer), Fraction(3 * once.head)
@@ -99,7 +99,7 @@ def _modules_again(once: Once, policy: BlockPolicy) -> Exact:
 def stage_work(
     once: Callable[[int], Once],
     stage: StageSpec,
-    spans: Sequence[Span],
+    spans: Sequence[BlockSpan],
     *,
     again: bool,
     chunked: bool,

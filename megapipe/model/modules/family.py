@@ -10,15 +10,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megapipe.errors import ConfigError
-from megapipe.layers.policy import Span
+from megapipe.layers.policy import BlockSpan
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.interface import (
-    Conditions,
-    Family,
     Feature,
     Loss,
-    Repeated,
+    ModelSpec,
+    RunShape,
     TensorShape,
+    UniformRecompute,
     Work,
 )
 from megapipe.model.own_loss import load_loss
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     from megapipe.layers.parameter import Sharding
     from megapipe.model.modules.measure import Measured
     from megapipe.model.modules.stage import ModuleStage
-    from megapipe.model.modules.units import Place, Source
+    from megapipe.model.modules.units import ModelFactory, ParameterPlace
 
 STAND_IN = 257
 """Vocabulary by which layers are measured before the tokenizer is there."""
 
 
 @dataclass(frozen=True)
-class Modules(Family):
+class ModuleListSpec(ModelSpec):
     """Layers that `source` returns, measured on torch's meta device."""
 
     name = "model.source"
-    ends = False
+    has_embedding_and_head = False
 
     source: str
     options: Mapping[str, Any]
     own_dtype: Dtype
     vocabulary: int | None
-    conditions: Conditions
+    conditions: RunShape
 
     @property
     def dtype(self) -> Dtype:
@@ -69,10 +69,10 @@ class Modules(Family):
         return ("tp",) if split else ()
 
     @cached_property
-    def _source(self) -> Source:
-        from megapipe.model.modules.units import Source
+    def _source(self) -> ModelFactory:
+        from megapipe.model.modules.units import ModelFactory
 
-        return Source(
+        return ModelFactory(
             self.source,
             {
                 "vocab_size": self.vocabulary or STAND_IN,
@@ -86,7 +86,7 @@ class Modules(Family):
         return self._source.sketch()
 
     @cached_property
-    def _places(self) -> Sequence[Place]:
+    def _places(self) -> Sequence[ParameterPlace]:
         """Parameters without values."""
         from megapipe.model.modules.units import places
 
@@ -103,7 +103,7 @@ class Modules(Family):
         from megapipe.model.modules.measure import measure
 
         if (rows, length, tp) not in self._measured:
-            places = [p for p in self._places if not p.spec.by_autograd]
+            places = [p for p in self._places if not p.spec.grad_by_autograd]
             self._measured[rows, length, tp] = measure(
                 self._source,
                 self._sketch,
@@ -180,24 +180,24 @@ class Modules(Family):
     def describe(self) -> str:
         return f"{self.layers} layers of {self.source}, {self.dtype}"
 
-    def unit_costs(self, repeated: Repeated | None) -> Sequence[Time]:
+    def unit_costs(self, repeated: UniformRecompute | None) -> Sequence[Time]:
         times = 4 if repeated is not None and repeated.stage else 3
         return [self._per_token(times * layer.flops) for layer in self._usual(self.conditions.tp)]
 
-    def work(self, stage: StageSpec, spans: Sequence[Span], *, again: bool) -> Work:
+    def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, again: bool) -> Work:
         tp = self.conditions.tp
         own = [self._usual(tp)[number] for number in stage.layers]
         flops = tp * self._per_token(sum(layer.flops for layer in own))
         deferred = tp * self._per_token(sum(layer.deferred for layer in own))
         return Work(F=flops, I=2 * flops - deferred, W=deferred, R=again * flops)
 
-    def unit_of_work(self) -> Time:
+    def reference_layer_flops(self) -> Time:
         return self.forward_flops(self.whole) / self.layers or 1
 
     def forward_flops(self, stage: StageSpec) -> float:
         return float(sum(self._per_token(self._usual(1)[number].flops) for number in stage.layers))
 
-    def message(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
+    def output_shape(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         return self.measured(rows, length, self.conditions.tp)[stage.layers[-1]].output
 
     def build(self, stage: StageSpec, sharding: Sharding) -> ModuleStage:

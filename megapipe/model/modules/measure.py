@@ -18,8 +18,8 @@ from megapipe.layers.own import Linear
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.interface import Loss, TensorShape
 from megapipe.model.modules.fused_attention import SDPA_FLOPS, fused_attention
-from megapipe.model.modules.shares import Shares, one_rank
-from megapipe.model.modules.units import Source
+from megapipe.model.modules.shares import ShardDataflowCheck, one_rank
+from megapipe.model.modules.units import ModelFactory
 from megapipe.util.dtypes import Dtype
 from megapipe.util.user_code import FAILURES
 
@@ -35,7 +35,7 @@ class Measured(NamedTuple):
 
 
 def measure(
-    source: Source,
+    source: ModelFactory,
     layers: Sequence[nn.Module],
     deferred: Collection[Linear],
     loss: Loss,
@@ -129,7 +129,7 @@ def _buffers(layer: nn.Module) -> set[tuple[str, Tensor, int]]:
 
 
 def _run(
-    source: Source,
+    source: ModelFactory,
     number: int,
     layer: nn.Module,
     own: Sequence[Linear],
@@ -137,7 +137,7 @@ def _run(
     tp: int,
 ) -> tuple[tuple[Tensor, ...], Measured]:
     """The output of a layer, and its sizes without that."""
-    shares = Shares(layer, own, tp)
+    shares = ShardDataflowCheck(layer, own, tp)
     counter = FlopCounterMode(display=False, custom_mapping=SDPA_FLOPS)
     one_type, fused = _OneType(), fused_attention()
     with _hooked(own, shares) as deferred, one_type, counter, fused, shares:
@@ -170,7 +170,7 @@ def _run(
 
 
 @contextmanager
-def _hooked(modules: Sequence[Linear], shares: Shares) -> Iterator[list[int]]:
+def _hooked(modules: Sequence[Linear], shares: ShardDataflowCheck) -> Iterator[list[int]]:
     """Within the context, note the FLOPs of linear layers whose weight gradients wait, and tell
     `shares` of their forwards."""
     deferred: list[int] = []

@@ -43,7 +43,7 @@ def one_rank(modules: Iterable[Linear], tp: int) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-class Shares(TorchDispatchMode):
+class ShardDataflowCheck(TorchDispatchMode):
     """Says in `problem` what is wrong with a forward of `layer` on one of `tp` ranks.
 
     `deferred` are its linear layers whose weight gradients wait.

@@ -13,11 +13,11 @@ from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.own import Linear
 from megapipe.layers.parameter import Sharding, new_parameter
-from megapipe.layers.policy import Span
+from megapipe.layers.policy import BlockSpan
 from megapipe.layers.rng import seeded
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.interface import Loss
-from megapipe.model.modules.units import Place
+from megapipe.model.modules.units import ParameterPlace
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class ModuleStage(nn.Module):
     def __init__(
         self,
         layers: Mapping[int, nn.Module],
-        places: Sequence[Place],
+        places: Sequence[ParameterPlace],
         sharding: Sharding,
         *,
         first: bool,
@@ -57,7 +57,7 @@ class ModuleStage(nn.Module):
         self.layers = nn.ModuleDict({str(number): layer for number, layer in layers.items()})
         deferred: dict[Linear, dict[str, ParameterSpec]] = {}
         for place in places:
-            if isinstance(place.module, Linear) and not place.spec.by_autograd:
+            if isinstance(place.module, Linear) and not place.spec.grad_by_autograd:
                 deferred.setdefault(place.module, {})[place.attribute] = place.spec
             else:
                 parameter = new_parameter(sharding, place.spec)
@@ -65,7 +65,7 @@ class ModuleStage(nn.Module):
         for module, specs in deferred.items():
             module.bind(sharding, specs["weight"], specs.get("bias"))
 
-    def use(self, spans: Sequence[Span]) -> None:
+    def set_policies(self, spans: Sequence[BlockSpan]) -> None:
         """Accept spans without recomputation or offloading: layers keep what autograd saves."""
         assert not any(span.policy.recompute or span.policy.offload for span in spans)
 

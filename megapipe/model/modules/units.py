@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megapipe.errors import ConfigError
-from megapipe.layers.own import Linear, own_parameter
+from megapipe.layers.own import Linear, user_parameter
 from megapipe.layers.rng import seed_of, seeded
 from megapipe.layers.specs import ParameterSpec
 from megapipe.util.user_code import FAILURES, UserCode
@@ -26,7 +26,7 @@ Item = nn.Module | Callable[[], nn.Module]
 CPU = torch.device("cpu")
 
 
-class Source(NamedTuple):
+class ModelFactory(NamedTuple):
     """The user's function, and what it is given."""
 
     spec: str
@@ -94,7 +94,7 @@ def _without_values(tensor: Tensor) -> Tensor:
     return Parameter(bare, tensor.requires_grad) if is_parameter else bare
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A parameter in a layer."""
 
     layer: int
@@ -111,7 +111,9 @@ class _Home(NamedTuple):
     attribute: str
 
 
-def places(layers: Mapping[int, nn.Module], last: int, source: Source) -> Iterator[Place]:
+def places(
+    layers: Mapping[int, nn.Module], last: int, source: ModelFactory
+) -> Iterator[ParameterPlace]:
     """All parameters of some layers, of a model whose last one is number `last`.
 
     A parameter that the first and the last layer share is tied. Raises :class:`ConfigError` where
@@ -137,14 +139,14 @@ def places(layers: Mapping[int, nn.Module], last: int, source: Source) -> Iterat
             )
         if isinstance(first.module, Linear) and first.module not in sharing:
             spec = first.module.spec(first.name, first.attribute)
-            yield Place(first.layer, first.module, first.attribute, spec)
+            yield ParameterPlace(first.layer, first.module, first.attribute, spec)
         else:
             yield from _uses(parameter, own, last, source)
 
 
 def _uses(
-    parameter: Parameter, homes: Sequence[_Home], last: int, source: Source
-) -> Iterator[Place]:
+    parameter: Parameter, homes: Sequence[_Home], last: int, source: ModelFactory
+) -> Iterator[ParameterPlace]:
     """The places of a parameter whose gradient autograd computes."""
     first = homes[0]
     holders = {home.layer for home in homes}
@@ -157,5 +159,5 @@ def _uses(
     for home in homes:
         use = None if len(holders) == 1 else int(home.layer == last)
         name = f"{first.name}.{first.attribute}"
-        spec = own_parameter(parameter, name, is_embedding=is_embedding, use=use)
-        yield Place(home.layer, home.module, home.attribute, spec)
+        spec = user_parameter(parameter, name, is_embedding=is_embedding, use=use)
+        yield ParameterPlace(home.layer, home.module, home.attribute, spec)

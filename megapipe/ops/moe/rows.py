@@ -16,23 +16,23 @@ from megapipe.ops.compiler import FEWEST_ROWS, compile_rows, needs_inductor
 from megapipe.ops.probe import Candidate, agree, in_preference, small_data
 
 
-class RowKernel(Protocol):
-    def weighted(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
+class MoEElementwiseKernel(Protocol):
+    def activate_and_weight(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
         """Rows [rows, (2) f] and weights [rows] -> the input of the second product, [rows, f]."""
 
     def gradients(
         self, wide: Tensor, weight: Tensor, product: Callable[[], Tensor], activation: Activate
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From the gradient [rows, f] of :meth:`weighted`, which `product` computes once it is
-        needed: its result again, the gradient of the rows, and that of the weights."""
+        """From the gradient [rows, f] of :meth:`activate_and_weight`, which `product` computes once
+        it is needed: its result again, the gradient of the rows, and that of the weights."""
 
-    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    def unpermute(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens, h]: the rows [rows, h] that each token has in `slots` [tokens, k], added in
         their order, in `dtype`."""
 
 
 class TorchRows:
-    def weighted(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
+    def activate_and_weight(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
         return activation(wide).mul_(weight.unsqueeze(1))
 
     def gradients(
@@ -43,7 +43,7 @@ class TorchRows:
         of_weight = (grad * plain).sum(-1, dtype=weight.dtype)
         return plain.mul_(weight), back(grad.mul_(weight)), of_weight
 
-    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    def unpermute(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         total = rows[slots[:, 0]].to(dtype)
         for choice in range(1, slots.shape[1]):
             total += rows[slots[:, choice]]
@@ -57,9 +57,9 @@ class InductorRows:
         self._gradients = compile_rows(_gradients)
         self._add_up = compile_rows(_add_up)
 
-    def weighted(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
+    def activate_and_weight(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
         if len(wide) < FEWEST_ROWS:
-            return self._few.weighted(wide, weight, activation)
+            return self._few.activate_and_weight(wide, weight, activation)
         return self._weighted(weight, activation, *activation.split(wide))
 
     def gradients(
@@ -72,9 +72,9 @@ class InductorRows:
         inner, of_weight = self._gradients(weight, product(), activation, *parts)
         return inner, grad_wide, of_weight
 
-    def add_up(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    def unpermute(self, rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         if min(len(rows), len(slots)) < FEWEST_ROWS:
-            return self._few.add_up(rows, slots, dtype)
+            return self._few.unpermute(rows, slots, dtype)
         return self._add_up(rows, slots, dtype)
 
 
@@ -104,14 +104,16 @@ def _add_up(rows: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def candidates(*, device: torch.device, dtype: torch.dtype) -> list[Candidate[RowKernel]]:
+def candidates(
+    *, device: torch.device, dtype: torch.dtype
+) -> list[Candidate[MoEElementwiseKernel]]:
     """On a GPU inductor's before torch's."""
 
-    def inductor() -> RowKernel:
+    def inductor() -> MoEElementwiseKernel:
         needs_inductor(device)
         return InductorRows()
 
-    def results(kernel: RowKernel, precision: torch.dtype) -> Sequence[Tensor]:
+    def results(kernel: MoEElementwiseKernel, precision: torch.dtype) -> Sequence[Tensor]:
         shapes = [(9, 256), (9, 128), (9, 48)]
         wide, grad, rows = (x.detach() for x in small_data(shapes, dtype, precision, device))
         weight = torch.linspace(0.1, 0.9, 9, device=device).to(
@@ -120,14 +122,14 @@ def candidates(*, device: torch.device, dtype: torch.dtype) -> list[Candidate[Ro
         slots = torch.tensor([[0, 8], [6, 3], [5, 4], [7, 1]], device=device)
         swiglu = Activate("swiglu")
         found = kernel.gradients(wide, weight, grad.clone, swiglu)
-        total = kernel.add_up(rows, slots, weight.dtype)
-        return [kernel.weighted(wide, weight, swiglu), *found, total]
+        total = kernel.unpermute(rows, slots, weight.dtype)
+        return [kernel.activate_and_weight(wide, weight, swiglu), *found, total]
 
-    def check(kernel: RowKernel) -> None:
+    def check(kernel: MoEElementwiseKernel) -> None:
         agree(kernel, TorchRows(), results, dtype)
 
     found = [
-        Candidate[RowKernel]("inductor", inductor, check),
-        Candidate[RowKernel]("torch", TorchRows),
+        Candidate[MoEElementwiseKernel]("inductor", inductor, check),
+        Candidate[MoEElementwiseKernel]("torch", TorchRows),
     ]
     return in_preference(found, device)

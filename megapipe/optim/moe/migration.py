@@ -26,7 +26,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_to_all
 from megapipe.experts.map import ExpertMap
 from megapipe.layers.moe.owners import ExpertOwners
-from megapipe.optim.buffers import Entry
+from megapipe.optim.buffers import ParamRange
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import MASTER
@@ -35,7 +35,7 @@ Maps = Mapping[ExpertOwners, ExpertMap]
 """The next map of each layer whose experts move."""
 
 
-class Way(NamedTuple):
+class ExpertMove(NamedTuple):
     """An expert's way in a parameter: from a flat position of the bucket of one rank to a position
     of another's, or of its own."""
 
@@ -45,10 +45,10 @@ class Way(NamedTuple):
     goal: int
 
 
-class Piece(NamedTuple):
+class MovedRange(NamedTuple):
     """The values [start, stop) of an expert that goes some way."""
 
-    way: Way
+    way: ExpertMove
     start: int
     stop: int
 
@@ -61,40 +61,42 @@ def move_experts(optimizer: Optimizer, after: Maps) -> None:
     the layers that they have.
     """
     ep, etp = optimizer.mesh.ep, optimizer.mesh.grid.etp
-    for shard in optimizer.in_use_order():
+    for shard in optimizer.shards_by_first_use():
         entries = [e for e in shard.bucket.entries if e.spec.owners in after]
         if not entries:
             continue
         shard.await_readers()
         for entry in entries:
             _move(shard, entry, after, ep, etp)
-        shard.publish()
+        shard.start_gather_after_update()
 
 
-def _move(shard: Shard, entry: Entry, after: Maps, ep: Axis, etp: int) -> None:
+def _move(shard: Shard, entry: ParamRange, after: Maps, ep: Axis, etp: int) -> None:
     """All that an optimizer has of a parameter."""
     owners = entry.spec.owners
     assert isinstance(owners, ExpertOwners)
     length = entry.spec.numel // entry.spec.sizes[0]
-    found = ways(owners.present, after[owners], entry.start, length)
+    found = expert_moves(owners.map, after[owners], entry.start, length)
     if not found:
         return
-    over_ep, over_slices = hops(found, length, shard.stop - shard.start, shard.axis, ep, etp)
+    over_ep, over_slices = move_exchanges(
+        found, length, shard.stop - shard.start, shard.axis, ep, etp
+    )
     for kind in (MASTER, *shard.store.states):
         _move_kind(kind, shard, over_ep, over_slices)
 
 
-def _move_kind(kind: str, shard: Shard, over_ep: Hop, over_slices: Hop) -> None:
+def _move_kind(kind: str, shard: Shard, over_ep: MoveExchange, over_slices: MoveExchange) -> None:
     device, store = shard.weights.device, shard.store
 
-    def kept(piece: Piece) -> Tensor:
+    def kept(piece: MovedRange) -> Tensor:
         start = piece.way.source - shard.start
         return store.read(kind, start + piece.start, start + piece.stop).to(device)
 
     like = store.read(kind, 0, 0).to(device)
     arrived = {piece.way: (piece, values) for piece, values in over_ep.travel(kept, like)}
 
-    def here(piece: Piece) -> Tensor:
+    def here(piece: MovedRange) -> Tensor:
         whole, values = arrived[piece.way]
         return values[piece.start - whole.start : piece.stop - whole.start]
 
@@ -103,7 +105,7 @@ def _move_kind(kind: str, shard: Shard, over_ep: Hop, over_slices: Hop) -> None:
         store.write(kind, start + piece.start, start + piece.stop, values)
 
 
-def ways(before: ExpertMap, after: ExpertMap, start: int, length: int) -> list[Way]:
+def expert_moves(before: ExpertMap, after: ExpertMap, start: int, length: int) -> list[ExpertMove]:
     """Those of the experts whose place changes, by expert, in a parameter that begins at `start` in
     the bucket and has so many values of each."""
     each = before.experts // before.ranks
@@ -111,21 +113,21 @@ def ways(before: ExpertMap, after: ExpertMap, start: int, length: int) -> list[W
     for old, new in zip(before.places(), after.places(), strict=True):
         if old != new:
             (giver, a), (taker, b) = divmod(old, each), divmod(new, each)
-            found.append(Way(giver, taker, start + a * length, start + b * length))
+            found.append(ExpertMove(giver, taker, start + a * length, start + b * length))
     return found
 
 
-class Hop(NamedTuple):
+class MoveExchange(NamedTuple):
     """An exchange between the members of an axis."""
 
     axis: Axis
-    gives: list[list[Piece]]
+    gives: list[list[MovedRange]]
     """By member, from this one."""
-    gets: list[list[Piece]]
+    gets: list[list[MovedRange]]
 
     def travel(
-        self, take: Callable[[Piece], Tensor], like: Tensor
-    ) -> Iterator[tuple[Piece, Tensor]]:
+        self, take: Callable[[MovedRange], Tensor], like: Tensor
+    ) -> Iterator[tuple[MovedRange, Tensor]]:
         """The pieces that this member gets, with their values; `take` has those that it gives, of
         the type of `like`."""
         leaving = [take(piece) for pieces in self.gives for piece in pieces]
@@ -135,9 +137,9 @@ class Hop(NamedTuple):
         return zip(pieces, received.split([p.stop - p.start for p in pieces]), strict=True)
 
 
-def hops(
-    found: Sequence[Way], length: int, of_slice: int, axis: Axis, ep: Axis, etp: int
-) -> tuple[Hop, Hop]:
+def move_exchanges(
+    found: Sequence[ExpertMove], length: int, of_slice: int, axis: Axis, ep: Axis, etp: int
+) -> tuple[MoveExchange, MoveExchange]:
     """Those of a rank over `ep` and over the shard `axis`, whose members have slices of so many
     values of the bucket."""
 
@@ -146,34 +148,34 @@ def hops(
         start = member * of_slice - position
         return max(start, 0), min(start + of_slice, length)
 
-    def between(giver: int, taker: int) -> list[Piece]:
+    def between(giver: int, taker: int) -> list[MovedRange]:
         """In this slice, from one member of ep to another."""
         if giver % etp != taker % etp:
             return []
         pair = giver // etp, taker // etp
         own = (way for way in found if (way.giver, way.taker) == pair)
-        return _there(Piece(way, *cut(way.source, axis.index)) for way in own)
+        return _there(MovedRange(way, *cut(way.source, axis.index)) for way in own)
 
-    def within(giver: int, taker: int) -> list[Piece]:
+    def within(giver: int, taker: int) -> list[MovedRange]:
         """To this rank's experts, from one member of the axis to another."""
         pieces = []
         for way in found:
             if way.taker == ep.index // etp:
                 (a, b), (c, d) = cut(way.source, giver), cut(way.goal, taker)
-                pieces.append(Piece(way, max(a, c), min(b, d)))
+                pieces.append(MovedRange(way, max(a, c), min(b, d)))
         return _there(pieces)
 
-    def of(members: Axis, pieces: Callable[[int, int], list[Piece]]) -> Hop:
+    def of(members: Axis, pieces: Callable[[int, int], list[MovedRange]]) -> MoveExchange:
         others, me = range(members.size), members.index
         gives = [pieces(me, other) for other in others]
-        return Hop(members, gives, [pieces(other, me) for other in others])
+        return MoveExchange(members, gives, [pieces(other, me) for other in others])
 
     return of(ep, between), of(axis, within)
 
 
-def _there(pieces: Iterable[Piece]) -> list[Piece]:
+def _there(pieces: Iterable[MovedRange]) -> list[MovedRange]:
     return [piece for piece in pieces if piece.start < piece.stop]
 
 
-def _lengths(of_members: Sequence[Sequence[Piece]]) -> list[int]:
+def _lengths(of_members: Sequence[Sequence[MovedRange]]) -> list[int]:
     return [sum(piece.stop - piece.start for piece in pieces) for pieces in of_members]

@@ -7,15 +7,15 @@ and Muon needs whole matrices: they communicate, and give what a single process 
 from __future__ import annotations
 
 from megapipe.config.config import OptimizerConfig
-from megapipe.config.update_rules import ARGUMENTS, Declaration, own_rule
+from megapipe.config.update_rules import ARGUMENTS, Declaration, user_rule
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.rules.adaptive import AdaBelief, Adam3, NAdamW, RMSprop
 from megapipe.optim.rules.elementwise import SGD, Adam, AdamW, Elementwise, Lion
 from megapipe.optim.rules.layerwise import LAMB, LARS
 from megapipe.optim.rules.muon import Muon
-from megapipe.optim.rules.rule import Part, Rule
+from megapipe.optim.rules.rule import Rule, StateSlice
 
-__all__ = ["Declaration", "Elementwise", "Part", "Rule", "build_rule"]
+__all__ = ["Declaration", "Elementwise", "Rule", "StateSlice", "build_rule"]
 
 _REGISTERED: dict[str, type[Rule]] = {
     rule.declaration.name: rule
@@ -32,5 +32,5 @@ def build_rule(config: OptimizerConfig, kernel: AdamKernel = torch_adam) -> Rule
     if config.rule in _REGISTERED:
         return _REGISTERED[config.rule](config, kernel)
     given = {"config": config, "kernel": kernel}
-    rule: Rule = own_rule(config.rule).call(given, ARGUMENTS)
+    rule: Rule = user_rule(config.rule).call(given, ARGUMENTS)
     return rule

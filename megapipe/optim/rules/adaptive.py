@@ -15,7 +15,7 @@ from torch.optim.rmsprop import rmsprop
 
 from megapipe.config import update_rules
 from megapipe.optim.rules.elementwise import Elementwise, corrected_ratio
-from megapipe.optim.rules.rule import Part
+from megapipe.optim.rules.rule import StateSlice
 
 NO_MORE = 2.0**-60
 """A product that changes no digit of 1 any more."""
@@ -29,7 +29,7 @@ class RMSprop(Elementwise):
 
     declaration = update_rules.RMSPROP
 
-    def update(self, part: Part, lr: float, count: int) -> None:
+    def update(self, part: StateSlice, lr: float, count: int) -> None:
         for master, grad, (square_avg, *momentum), weight_decay in part.blocks():
             rmsprop(
                 [master],
@@ -59,7 +59,7 @@ class NAdamW(Elementwise):
 
     declaration = update_rules.NADAMW
 
-    def update(self, part: Part, lr: float, count: int) -> None:
+    def update(self, part: StateSlice, lr: float, count: int) -> None:
         product = self._product(count)
         for master, grad, (exp_avg, exp_avg_sq), weight_decay in part.blocks():
             nadam(
@@ -103,7 +103,7 @@ class _ByMeans(Elementwise):
     def squared(self, grad: Tensor, mean: Tensor) -> Tensor:
         """The vector whose square the second moment averages; `mean` has the gradient in it."""
 
-    def update(self, part: Part, lr: float, count: int) -> None:
+    def update(self, part: StateSlice, lr: float, count: int) -> None:
         beta1, beta2, eps = self.config.beta1, self.config.beta2, self.config.eps
         for master, grad, (mean, second), weight_decay in part.blocks():
             mean.lerp_(grad, 1.0 - beta1)

@@ -16,7 +16,7 @@ from torch.optim.sgd import sgd
 from megapipe.config import update_rules
 from megapipe.config.config import OptimizerConfig
 from megapipe.ops.adam import AdamKernel, AdamStep
-from megapipe.optim.rules.rule import Part, Rule, ranges
+from megapipe.optim.rules.rule import Rule, StateSlice, ranges
 
 if TYPE_CHECKING:
     from megapipe.optim.shard import Shard
@@ -31,7 +31,7 @@ class Elementwise(Rule):
                 self.update(part, lr, count)
 
     @abstractmethod
-    def update(self, part: Part, lr: float, count: int) -> None: ...
+    def update(self, part: StateSlice, lr: float, count: int) -> None: ...
 
 
 class Adam(Elementwise):
@@ -40,7 +40,7 @@ class Adam(Elementwise):
     declaration = update_rules.ADAM
     decoupled: ClassVar[bool] = False
 
-    def update(self, part: Part, lr: float, count: int) -> None:
+    def update(self, part: StateSlice, lr: float, count: int) -> None:
         adam_step(self.kernel, part, lr, count, self.config, decoupled=self.decoupled)
 
     def direction(
@@ -60,7 +60,7 @@ class AdamW(Adam):
 
 def adam_step(
     kernel: AdamKernel,
-    part: Part,
+    part: StateSlice,
     lr: float,
     count: int,
     config: OptimizerConfig,
@@ -96,7 +96,7 @@ class SGD(Elementwise):
 
     declaration = update_rules.SGD
 
-    def update(self, part: Part, lr: float, count: int) -> None:
+    def update(self, part: StateSlice, lr: float, count: int) -> None:
         sgd(
             [part.master],
             [part.grad],
@@ -122,7 +122,7 @@ class Lion(Elementwise):
 
     declaration = update_rules.LION
 
-    def update(self, part: Part, lr: float, count: int) -> None:
+    def update(self, part: StateSlice, lr: float, count: int) -> None:
         for master, grad, (exp_avg,), weight_decay in part.blocks():
             direction = exp_avg.lerp(grad, 1.0 - self.config.beta1).sign_()
             master.mul_(1.0 - lr * weight_decay).add_(direction, alpha=-lr)

@@ -20,9 +20,9 @@ from torch import Tensor
 from megapipe.config import update_rules
 from megapipe.distributed.collectives import all_gather, all_reduce
 from megapipe.distributed.mesh import Axis
-from megapipe.optim.buffers import Entry
+from megapipe.optim.buffers import ParamRange
 from megapipe.optim.norm import squared_norm
-from megapipe.optim.rules.rule import Part, Rule, overlap, ranges
+from megapipe.optim.rules.rule import Rule, StateSlice, overlap, ranges
 
 if TYPE_CHECKING:
     from megapipe.optim.shard import Shard
@@ -58,12 +58,12 @@ class TrustRatio(Rule):
         squares = torch.zeros(parameters, 2, dtype=torch.float64, device=shard.grad.device)
         for index, entry, part in self._parameters(shard):
             self.prepare(part, count)
-            if entry.spec.decay and entry.spec.counted:
+            if entry.spec.decay and entry.spec.is_primary:
                 for column, values in enumerate((part.master, part.grad)):
                     squares[index, column] += squared_norm(values)
         return all_reduce(squares, shard.axis)
 
-    def _parameters(self, shard: Shard) -> Iterator[tuple[int, Entry, Part]]:
+    def _parameters(self, shard: Shard) -> Iterator[tuple[int, ParamRange, StateSlice]]:
         """The parameters that reach into the shard, each in one block or several.
 
         Windows of state are taken by ranges, not by parameters: random rounding draws numbers for
@@ -82,7 +82,7 @@ class TrustRatio(Rule):
                 start = stop
 
     @abstractmethod
-    def prepare(self, part: Part, count: int) -> None:
+    def prepare(self, part: StateSlice, count: int) -> None:
         """Turn the gradient into the direction whose norm counts; master weights do not change."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class TrustRatio(Rule):
         """Trust ratios from the norms of weights and directions, fp64: [parameters]."""
 
     @abstractmethod
-    def apply(self, part: Part, scale: Tensor | float) -> None:
+    def apply(self, part: StateSlice, scale: Tensor | float) -> None:
         """Update a part of a prepared parameter; `scale` is learning rate x trust ratio."""
 
 
@@ -107,16 +107,16 @@ def _summed(squares: Tensor, tp: Axis) -> Tensor:
     return total
 
 
-def _count(entry: Entry) -> int:
+def _count(entry: ParamRange) -> int:
     """How many matrices of an entry have a ratio each: those of its indices over ep, or one."""
     return entry.spec.sizes[0] if entry.spec.over_ep else 1
 
 
-def _each(entry: Entry) -> Iterator[Entry]:
+def _each(entry: ParamRange) -> Iterator[ParamRange]:
     """The places of these."""
     length = entry.spec.numel // _count(entry)
     for start in range(entry.start, entry.stop, length):
-        yield Entry(entry.spec, start, start + length)
+        yield ParamRange(entry.spec, start, start + length)
 
 
 class LARS(TrustRatio):
@@ -124,14 +124,14 @@ class LARS(TrustRatio):
 
     declaration = update_rules.LARS
 
-    def prepare(self, part: Part, count: int) -> None:
+    def prepare(self, part: StateSlice, count: int) -> None:
         """Nothing to do: the direction is the gradient itself."""
 
     def ratio(self, weight: Tensor, direction: Tensor) -> Tensor:
         decayed = direction + self.config.weight_decay * weight
         return self.config.trust_coefficient * weight / decayed
 
-    def apply(self, part: Part, scale: Tensor | float) -> None:
+    def apply(self, part: StateSlice, scale: Tensor | float) -> None:
         (momentum,) = part.states
         step = part.grad.add_(part.master, alpha=part.weight_decay).mul_(scale)
         momentum.mul_(self.config.momentum).add_(step)
@@ -143,7 +143,7 @@ class LAMB(TrustRatio):
 
     declaration = update_rules.LAMB
 
-    def prepare(self, part: Part, count: int) -> None:
+    def prepare(self, part: StateSlice, count: int) -> None:
         exp_avg, exp_avg_sq = part.states
         beta1, beta2 = self.config.beta1, self.config.beta2
         exp_avg.lerp_(part.grad, 1.0 - beta1)
@@ -155,5 +155,5 @@ class LAMB(TrustRatio):
     def ratio(self, weight: Tensor, direction: Tensor) -> Tensor:
         return weight / direction
 
-    def apply(self, part: Part, scale: Tensor | float) -> None:
+    def apply(self, part: StateSlice, scale: Tensor | float) -> None:
         part.master.sub_(part.grad.mul_(scale))

@@ -21,10 +21,10 @@ from torch import Tensor
 from megapipe.config import update_rules
 from megapipe.layers.parameter import LocalParameter
 from megapipe.layers.specs import JoinedHeads, ParameterSpec
-from megapipe.optim.buffers import Entry
+from megapipe.optim.buffers import ParamRange
 from megapipe.optim.rules.elementwise import adam_step
 from megapipe.optim.rules.rule import Rule, overlap, ranges
-from megapipe.optim.rules.whole import gather_local, on_whole
+from megapipe.optim.rules.whole import apply_to_full_matrices, gather_local
 
 if TYPE_CHECKING:
     from megapipe.optim.shard import Shard
@@ -51,11 +51,13 @@ class Muon(Rule):
             if matrices:
                 self._step_matrices(shard, matrices, lr)
 
-    def _step_matrices(self, shard: Shard, matrices: Sequence[Entry], lr: float) -> None:
+    def _step_matrices(self, shard: Shard, matrices: Sequence[ParamRange], lr: float) -> None:
         self._add_momentum(shard)
         narrow = shard.grad.dtype if shard.grad.dtype == torch.float64 else torch.bfloat16
         own, regions = gather_local(shard.grad.to(narrow), matrices, shard.axis)
-        regions = on_whole(regions, [entry.spec for entry in own], shard.tp, self._orthogonal)
+        regions = apply_to_full_matrices(
+            regions, [entry.spec for entry in own], shard.tp, self._orthogonal
+        )
         for entry, region in zip(own, regions, strict=True):
             here = overlap(shard, entry)
             offset = shard.start + here.start - entry.start

@@ -13,7 +13,7 @@ from megapipe.config.config import OptimizerConfig
 from megapipe.config.update_rules import DeclaredRule
 from megapipe.layers.parameter import LocalParameter
 from megapipe.ops.adam import AdamKernel
-from megapipe.optim.buffers import Entry
+from megapipe.optim.buffers import ParamRange
 
 if TYPE_CHECKING:
     from megapipe.optim.shard import Shard
@@ -31,7 +31,7 @@ class Range(NamedTuple):
     decay: bool
 
 
-class Part(NamedTuple):
+class StateSlice(NamedTuple):
     """A range of a shard in memory: flat tensors of one length, all changed in place."""
 
     master: Tensor
@@ -40,16 +40,16 @@ class Part(NamedTuple):
     states: tuple[Tensor, ...]
     weight_decay: float
 
-    def blocks(self) -> Iterator[Part]:
+    def blocks(self) -> Iterator[StateSlice]:
         """The part in blocks, so that temporaries are small."""
         for here in blocks(0, len(self.master), self.master.device):
             yield self.cut(here.start, here.stop)
 
-    def cut(self, start: int, stop: int) -> Part:
+    def cut(self, start: int, stop: int) -> StateSlice:
         """The values [start, stop) of it."""
         here = slice(start, stop)
         states = tuple(state[here] for state in self.states)
-        return Part(self.master[here], self.grad[here], states, self.weight_decay)
+        return StateSlice(self.master[here], self.grad[here], states, self.weight_decay)
 
 
 def blocks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
@@ -98,16 +98,16 @@ class Rule(DeclaredRule, ABC):
         """The weight decay of a range."""
         return self.config.weight_decay if range_.decay else 0.0
 
-    def parts(self, shard: Shard, ranges: Iterable[Range]) -> Iterator[Part]:
+    def parts(self, shard: Shard, ranges: Iterable[Range]) -> Iterator[StateSlice]:
         """The `ranges` with gradients and states, cut into the windows of the shard's store."""
         for range_ in ranges:
             weight_decay = self.decay_of(range_)
             for window in shard.store.windows(range_.start, range_.stop):
                 grad = shard.grad[window.start : window.stop]
-                yield Part(window.master, grad, window.states, weight_decay)
+                yield StateSlice(window.master, grad, window.states, weight_decay)
 
 
-def overlap(shard: Shard, entry: Entry) -> Range:
+def overlap(shard: Shard, entry: ParamRange) -> Range:
     """The range of a parameter in the shard, from the shard's start; stop <= start if empty."""
     start = max(entry.start, shard.start) - shard.start
     stop = min(entry.stop, shard.stop) - shard.start

@@ -20,27 +20,27 @@ from torch import Tensor
 from megapipe.distributed.collectives import all_to_all
 from megapipe.distributed.mesh import Axis
 from megapipe.layers.parameter import LocalParameter
-from megapipe.optim.buffers import Entry
+from megapipe.optim.buffers import ParamRange
 
 Function = Callable[[Tensor, LocalParameter], Tensor]
 """A function of a whole matrix [..., m, n], which keeps shape and type."""
 
 
 def gather_local(
-    values: Tensor, entries: Sequence[Entry], axis: Axis
-) -> tuple[list[Entry], list[Tensor]]:
+    values: Tensor, entries: Sequence[ParamRange], axis: Axis
+) -> tuple[list[ParamRange], list[Tensor]]:
     """Those of the `entries` that reach into this rank's slice, and their whole local regions.
 
     `values` are this rank's slice [n] of an array over the bucket, tiled by the axis' members.
     """
     n = len(values)
 
-    def share(member: int, entry: Entry) -> slice:
+    def share(member: int, entry: ParamRange) -> slice:
         """The part of an entry in a member's slice, counted from the slice's start."""
         start = max(0, entry.start - member * n)
         return slice(start, max(start, min(n, entry.stop - member * n)))
 
-    def length(member: int, entry: Entry) -> int:
+    def length(member: int, entry: ParamRange) -> int:
         part = share(member, entry)
         return int(part.stop - part.start)
 
@@ -58,7 +58,7 @@ def gather_local(
     return own, [region.view(e.spec.sizes) for region, e in zip(regions, own, strict=True)]
 
 
-def on_whole(
+def apply_to_full_matrices(
     regions: Sequence[Tensor],
     specs: Sequence[LocalParameter],
     tp: Axis,

@@ -13,7 +13,7 @@ from megapipe import words
 from megapipe.command_line import Parser
 from megapipe.layout.speeds import known_speeds
 from megapipe.plan.commands.arguments import add_configuration, configuration
-from megapipe.plan.context_choice import Cost, costs
+from megapipe.plan.context_choice import ContextCost, costs
 from megapipe.plan.context_row import row
 from megapipe.plan.listing import add_forms, print_list
 
@@ -35,7 +35,7 @@ def run(given: argparse.Namespace) -> None:
         words.print_folded("", f"fastest: {keys}; this configuration: {place}")
 
 
-def plain(cost: Cost) -> dict[str, Any]:
+def plain(cost: ContextCost) -> dict[str, Any]:
     """The row of a way to attend, in bytes and seconds."""
     return {
         **cost.context.model_dump(),
@@ -44,7 +44,7 @@ def plain(cost: Cost) -> dict[str, Any]:
     }
 
 
-def own_place(found: list[Cost], own: Any) -> str:
+def own_place(found: list[ContextCost], own: Any) -> str:
     """The place of a section among those that were found."""
     for number, cost in enumerate(found, start=1):
         if cost.context == own.model_copy(update={"travels": cost.context.travels}):
@@ -52,7 +52,7 @@ def own_place(found: list[Cost], own: Any) -> str:
     return "not among them"
 
 
-def table(found: list[Cost]) -> str:
+def table(found: list[ContextCost]) -> str:
     """Rows for a reader."""
     rows = [row(cost) for cost in found]
     return words.table([list(rows[0]), *(list(each.values()) for each in rows)], left=2)

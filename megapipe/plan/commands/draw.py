@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.command_line import Parser
-from megapipe.context.entries import entries
+from megapipe.context.entries import score_rects
 from megapipe.context.plan import Message, Plan
 from megapipe.context.positions import Positions
 from megapipe.errors import ConfigError
@@ -37,7 +37,7 @@ def run(given: argparse.Namespace) -> None:
     split = split_of(config)
     plans = context_plans(config, split)
     plan = plans.backward if given.backward else plans.forward
-    blocks = split.held([config.train.sequence_length], 0).blocks
+    blocks = split.local([config.train.sequence_length], 0).blocks
     words = f"{plan.name}, {split.order}: {split.ring} ranks, {plan.length} rounds"
     if given.output is not None:
         try:
@@ -53,7 +53,7 @@ def share(blocks: tuple[Positions, ...], pair: tuple[int, int] | None) -> float:
     if pair is None:
         return 0.0
     queries, keys = blocks[pair[0]], blocks[pair[1]]
-    computed = sum(entry.scores for entry in entries(queries, keys))
+    computed = sum(entry.scores for entry in score_rects(queries, keys))
     return computed / (queries.count * keys.count)
 
 
@@ -71,8 +71,8 @@ def text(plan: Plan, blocks: tuple[Positions, ...], exchanges: Sequence[Sequence
     more = f"{sent['gradient']} gradients" if sent["gradient"] else f"{sent['partial']} results"
     return (
         f"{table(rows, left=len(rows[0]))}\n"
-        f"{sent['bundle']} bundles and {more} sent; at most {plan.held['keys']} bundles of keys "
-        f"and {plan.held['queries']} of queries on a rank, its own included"
+        f"{sent['bundle']} bundles and {more} sent; at most {plan.max_bundles['keys']} bundles of "
+        f"keys and {plan.max_bundles['queries']} of queries on a rank, its own included"
     )
 
 

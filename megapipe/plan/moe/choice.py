@@ -13,18 +13,24 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.links import in_nodes
 from megapipe.layout.moe.dispatch import MOST_CHUNKS
 from megapipe.layout.speeds import Speeds
-from megapipe.plan.moe.time import Assumed, LayerWork
-from megapipe.plan.moe.ways import ways
+from megapipe.plan.moe.time import AssumedCosts, MoELayerTime
+from megapipe.plan.moe.ways import dispatch_traffic
 from megapipe.plan.pace import exchanged, extent
 from megapipe.plan.units import Units
-from megapipe.schedule.moe_layer.search import RULES, by_rule, fastest, in_turns, with_reductions
+from megapipe.schedule.moe_layer.search import (
+    RULES,
+    by_rule,
+    fastest,
+    training_order,
+    with_reductions,
+)
 from megapipe.schedule.moe_layer.tasks import Resource, chunked
-from megapipe.schedule.moe_layer.times import Timed
+from megapipe.schedule.moe_layer.times import TimedTasks
 
 ANY, IN_TURNS, SEARCHED = "any", "in_turns", "searched"
 
 
-class Cost(NamedTuple):
+class DispatchCost(NamedTuple):
     """A way, and its costs of one layer and micro-batch."""
 
     dispatch: str
@@ -56,13 +62,13 @@ class Cost(NamedTuple):
         return sum(self.seconds.values())
 
 
-def costs(units: Units, speeds: Speeds, layer: int, assumed: Assumed) -> list[Cost]:
+def costs(units: Units, speeds: Speeds, layer: int, assumed: AssumedCosts) -> list[DispatchCost]:
     """All ways of a layer whose experts are split over several ranks, the fastest first and of
     equal ones that with fewest chunks. The device's peak must be known."""
-    layout, work = units.layout, LayerWork.of(units, speeds, layer, assumed)
+    layout, work = units.layout, MoELayerTime.of(units, speeds, layer, assumed)
     link, pieces = _reductions(units.config, layout, layer)
     found = []
-    for dispatch, way in ways(units, layer).items():
+    for dispatch, way in dispatch_traffic(units, layer).items():
         late = {"F": 0.0, "I": work.late(way)}
         for chunks in range(1, 1 + min(MOST_CHUNKS, layout.model.experts()[layer] // layout.ep)):
             tasks = {
@@ -70,16 +76,16 @@ def costs(units: Units, speeds: Speeds, layer: int, assumed: Assumed) -> list[Co
                 for what in PASSES
             }
             orders = {rule: {p: by_rule(tasks[p], rule) for p in PASSES} for rule in RULES}
-            orders[IN_TURNS] = {p: in_turns(tasks[p]) for p in PASSES}
+            orders[IN_TURNS] = {p: training_order(tasks[p]) for p in PASSES}
             orders[SEARCHED] = {p: fastest(tasks[p]) for p in PASSES}
             for order, timed in _worth_telling(orders, chunks).items():
                 found.append(
-                    Cost(
+                    DispatchCost(
                         dispatch=dispatch,
                         chunks=chunks,
                         order=order,
-                        within=round(way.within),
-                        between=round(way.between),
+                        within=round(way.intra_node_bytes),
+                        between=round(way.inter_node_bytes),
                         seconds={what: timed[what].seconds + late[what] for what in PASSES},
                         exposed={what: timed[what].exposed + late[what] for what in PASSES},
                         wait=with_reductions(timed["I"], link, pieces).longest_wait,
@@ -89,14 +95,14 @@ def costs(units: Units, speeds: Speeds, layer: int, assumed: Assumed) -> list[Co
 
 
 def _worth_telling(
-    orders: Mapping[str, Mapping[Pass, Timed]], chunks: int
-) -> dict[str | None, Mapping[Pass, Timed]]:
+    orders: Mapping[str, Mapping[Pass, TimedTasks]], chunks: int
+) -> dict[str | None, Mapping[Pass, TimedTasks]]:
     """That of training and others that differ from it; a searched one that is better than any."""
     if chunks == 1:
         return {None: orders[IN_TURNS]}
     seconds = {name: sum(t.seconds for t in timed.values()) for name, timed in orders.items()}
     trained = seconds[IN_TURNS]
-    told: dict[str | None, Mapping[Pass, Timed]] = {IN_TURNS: orders[IN_TURNS]}
+    told: dict[str | None, Mapping[Pass, TimedTasks]] = {IN_TURNS: orders[IN_TURNS]}
     told |= {rule: orders[rule] for rule in RULES if not isclose(seconds[rule], trained)}
     if seconds[SEARCHED] < (1 - 1e-9) * min(trained, *(seconds[rule] for rule in RULES)):
         told[SEARCHED] = orders[SEARCHED]

@@ -18,11 +18,11 @@ from megapipe.config.update_rules import declaration
 from megapipe.layout.buckets import process_buckets
 from megapipe.layout.layout import Layout
 from megapipe.plan.memory import kept_bytes
-from megapipe.plan.traffic import Exchange
+from megapipe.plan.traffic import CollectiveTraffic
 from megapipe.util.dtypes import DTYPE_BYTES
 
 
-def migration_traffic(config: Config, layout: Layout, rank: int) -> list[Exchange]:
+def migration_traffic(config: Config, layout: Layout, rank: int) -> list[CollectiveTraffic]:
     """Collectives of a process at pipeline index `rank` where all experts of its layers move at
     once, of one whose slices have no padding, which sends most; nothing where experts stay."""
     if config.experts.policy != "migrate":
@@ -31,7 +31,7 @@ def migration_traffic(config: Config, layout: Layout, rank: int) -> list[Exchang
     return [exchange for exchange in found if exchange.members > 1]
 
 
-def _exchanges(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
+def _exchanges(config: Config, layout: Layout, rank: int) -> Iterator[CollectiveTraffic]:
     kept = declaration(config.optimizer.rule).kept(config.optimizer.momentum)
     kinds, size = 1 + len(kept), DTYPE_BYTES[config.model.dtype]
     for bucket in process_buckets(config, layout, rank):
@@ -42,7 +42,9 @@ def _exchanges(config: Config, layout: Layout, rank: int) -> Iterator[Exchange]:
         calls = kinds * len(bucket.parameters)
         amount = min(values, bucket.numel // shard.members) * kept_bytes(config, layout)
         for axis, members in (("ep", layout.ep_ranks), (shard.axis, shard.members)):
-            yield Exchange(axis, "all_to_all", "owners", calls, amount, members, whole=False)
+            yield CollectiveTraffic(
+                axis, "all_to_all", "owners", calls, amount, members, whole=False
+            )
         if layout.replicas.zero < 3:
             whole = bucket.numel * size
-            yield Exchange(shard.axis, "all_gather", "weights", 1, whole, shard.members)
+            yield CollectiveTraffic(shard.axis, "all_gather", "weights", 1, whole, shard.members)

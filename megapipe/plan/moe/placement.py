@@ -11,14 +11,14 @@ from megapipe.config.config import Config
 from megapipe.experts.balance import balance
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool import Trace, largest_load, migrate
-from megapipe.experts.rows import Counts, evenly, loads
-from megapipe.experts.shadow import Times, shadow
-from megapipe.experts.traffic import Sizes, copies, migration, most
+from megapipe.experts.rows import TokensPerExpert, evenly, tokens_per_rank
+from megapipe.experts.shadow import ShadowCosts, shadow
+from megapipe.experts.traffic import ExpertBytes, migration, most, replica_traffic
 from megapipe.layers.moe.specs import wire_bytes
 from megapipe.layout.buckets import process_buckets
 from megapipe.layout.layout import Layout
 from megapipe.layout.links import speed
-from megapipe.layout.moe.replicas import ranks_of_a_node
+from megapipe.layout.moe.replicas import ep_ranks_per_node
 from megapipe.layout.speeds import Speeds
 from megapipe.model.partition import StageSpec
 from megapipe.plan.memory import state_bytes
@@ -26,13 +26,13 @@ from megapipe.plan.moe.time import Products
 from megapipe.plan.units import Units
 from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
-Policy = Callable[[ExpertMap, Counts, Sequence[int]], ExpertMap]
+Policy = Callable[[ExpertMap, TokensPerExpert, Sequence[int]], ExpertMap]
 """The present map, the rows of each rank for each expert, and their sums -> the next map."""
 
 POLICIES = ("shadow", "balance", "migrate")
 
 
-def by_shadows(times: Times) -> Policy:
+def by_shadows(times: ShadowCosts) -> Policy:
     return lambda present, rows, _: shadow(present, rows, times)
 
 
@@ -41,7 +41,7 @@ def by_balance(node: int) -> Policy:
     return lambda present, rows, _: balance(present, rows, node)
 
 
-class Judged(NamedTuple):
+class PlacementScore(NamedTuple):
     """A policy in a layer, on average over the recorded steps but the first."""
 
     layer: int
@@ -64,12 +64,12 @@ class Judged(NamedTuple):
 class Costs(NamedTuple):
     """Bytes and times by which maps of a layer are judged."""
 
-    sizes: Sizes
+    sizes: ExpertBytes
     flops: float
     """Of a row, by the copies of the experts."""
     trip: float
     shadow: float
-    """As :class:`Times` has them."""
+    """As :class:`ShadowCosts` has them."""
     speeds: Speeds
     rate: float
     """Bytes per second of the slowest link between ranks that share experts."""
@@ -87,7 +87,9 @@ class Costs(NamedTuple):
         numel = sum(p.local_numel(1, *layout.ep_sizes) for p in parameters) // each
         size, main = DTYPE_BYTES[model.dtype], main_bytes(model.dtype)
         owners = _owners_of_slices(config, layout, layer)
-        sizes = Sizes(numel * size, numel * main, -(-numel * state_bytes(config, layout) // owners))
+        sizes = ExpertBytes(
+            numel * size, numel * main, -(-numel * state_bytes(config, layout) // owners)
+        )
         rate = 1e9 * speed(config, layout.ep_ranks)
         row = wire_bytes(config.experts.codec, model.hidden, size)
         return cls(
@@ -97,13 +99,13 @@ class Costs(NamedTuple):
             shadow=(layout.ep - 1) * (sizes.weights + sizes.gradients) / rate,
             speeds=speeds,
             rate=rate,
-            node=ranks_of_a_node(config),
+            node=ep_ranks_per_node(config),
         )
 
     @property
-    def times(self) -> Times:
+    def times(self) -> ShadowCosts:
         """Raises :class:`ConfigError` if the speed of the device is not known."""
-        return Times(self.flops / self.speeds.reached, self.trip, self.shadow)
+        return ShadowCosts(self.flops / self.speeds.reached, self.trip, self.shadow)
 
     def worth(self, steps: float) -> float:
         """Rows whose time it takes to move an expert, if the next move is so many steps later.
@@ -123,14 +125,14 @@ def _owners_of_slices(config: Config, layout: Layout, layer: int) -> int:
     return shard
 
 
-def judge(
+def score_placements(
     layer: int,
     trace: Mapping[int, Sequence[int]],
     begin: ExpertMap,
     pool: Sequence[ExpertMap],
     costs: Costs,
     policies: Sequence[str] = POLICIES,
-) -> list[Judged]:
+) -> list[PlacementScore]:
     """Policies, on the rows of each expert by step: each step is computed with the map for which
     the one before is the reason, the first as a run begins. Rows are taken as spread evenly over
     the ranks that they are from. All but balance go by the speed of the device; raises
@@ -162,7 +164,7 @@ def _judged(
     present: ExpertMap,
     policy: Policy,
     costs: Costs,
-) -> Judged:
+) -> PlacementScore:
     begin, before, after = present, 0.0, 0.0
     had, moved, sent = 0, 0, 0.0
     for last, totals in pairwise(steps):
@@ -170,14 +172,14 @@ def _judged(
         present = policy(old, evenly(last, old.ranks), last)
         mean = sum(totals) / old.ranks
         before += largest_load(begin, totals) / mean
-        after += max(loads(present, evenly(totals, old.ranks), costs.node)) / mean
-        had += sum(map(len, present.copies))
+        after += max(tokens_per_rank(present, evenly(totals, old.ranks), costs.node)) / mean
+        had += sum(map(len, present.replicas))
         moved += sum(a != b for a, b in zip(old.owners, present.owners, strict=True))
-        sent += most(copies(present, costs.sizes)) * every
+        sent += most(replica_traffic(present, costs.sizes)) * every
         sent += most(migration(old, present, costs.sizes))
     number = len(steps) - 1
     of_step = sent / every / number
-    return Judged(
+    return PlacementScore(
         layer=layer,
         policy=name,
         before=before / number,

@@ -16,18 +16,25 @@ from megapipe.config.config import Config
 from megapipe.layout.context_plan import PASSES, Pass
 from megapipe.layout.layout import Layout
 from megapipe.layout.measurements import ExpertForm
-from megapipe.layout.moe.dispatch import forms_of, most_chunks
+from megapipe.layout.moe.dispatch import dispatch_candidates, most_chunks
 from megapipe.layout.speeds import Speeds, known_speeds
-from megapipe.plan.moe.ways import OF_ROWS, Hop, Trip, Way, is_of_experts, way_of
+from megapipe.plan.moe.ways import (
+    OF_ROWS,
+    DispatchTraffic,
+    LinkBytes,
+    PassTraffic,
+    is_of_experts,
+    way_of,
+)
 from megapipe.plan.unit import SPLIT, Kernel, Transfer
 from megapipe.plan.units import Units
-from megapipe.schedule.moe_layer.search import in_turns
+from megapipe.schedule.moe_layer.search import training_order
 from megapipe.schedule.moe_layer.tasks import Resource, Step, What, chunked
-from megapipe.schedule.moe_layer.times import Timed
+from megapipe.schedule.moe_layer.times import TimedTasks
 from megapipe.util.user_code import is_user_code
 
 
-class Assumed(NamedTuple):
+class AssumedCosts(NamedTuple):
     """Assumptions beside the speeds of the configuration."""
 
     latency: float = 0.0
@@ -36,7 +43,7 @@ class Assumed(NamedTuple):
     """GB/s at which a device reads and writes rows while it orders them; 0: at once."""
 
     @classmethod
-    def of(cls, config: Config) -> Assumed:
+    def of(cls, config: Config) -> AssumedCosts:
         """Take the assumptions of a plan."""
         return cls(latency=config.parallel.latency_us / 1e6)
 
@@ -66,7 +73,7 @@ class Products(NamedTuple):
         )
 
 
-class LayerWork(NamedTuple):
+class MoELayerTime(NamedTuple):
     """Times of the rows of a layer on a device and its links."""
 
     experts: float
@@ -78,7 +85,7 @@ class LayerWork(NamedTuple):
     """Bytes per second of the links."""
 
     @classmethod
-    def of(cls, units: Units, speeds: Speeds, layer: int, assumed: Assumed) -> LayerWork:
+    def of(cls, units: Units, speeds: Speeds, layer: int, assumed: AssumedCosts) -> MoELayerTime:
         """On a device of known speed. Raises :class:`ConfigError`."""
         products, parallel = Products.of(units, layer), units.config.parallel
         moved = 2 * products.bytes  # read and written
@@ -89,7 +96,7 @@ class LayerWork(NamedTuple):
             rates={"node": 1e9 * parallel.node_gb_s, "network": 1e9 * parallel.network_gb_s},
         )
 
-    def steps(self, dispatch: str, trip: Trip) -> Iterator[Step]:
+    def steps(self, dispatch: str, trip: PassTraffic) -> Iterator[Step]:
         """List the steps of a pass."""
         if self.ordering and (dispatch in OF_ROWS or is_user_code(dispatch)):
             yield Step("encode", "compute", self.ordering)
@@ -100,30 +107,32 @@ class LayerWork(NamedTuple):
         yield Step("experts", "compute", self.experts)
         yield from self._exchanges("combine", trip.back)
 
-    def late(self, way: Way) -> float:
+    def late(self, way: DispatchTraffic) -> float:
         """Return the seconds in which W sends gradients."""
-        return sum(step.seconds + step.latency for step in self._exchanges("combine", way.late))
+        return sum(
+            step.seconds + step.latency for step in self._exchanges("combine", way.weight_grad_hops)
+        )
 
-    def _exchanges(self, what: What, hops: tuple[Hop, ...]) -> Iterator[Step]:
+    def _exchanges(self, what: What, hops: tuple[LinkBytes, ...]) -> Iterator[Step]:
         for hop in hops:
             yield Step(what, hop.link, float(hop.bytes) / self.rates[hop.link], self.latency)
 
 
-def trained(
+def training_passes(
     units: Units, speeds: Speeds, layer: int, dispatch: str, chunks: int
-) -> dict[Pass, Timed]:
+) -> dict[Pass, TimedTasks]:
     """Simulate the passes of a layer whose experts are split over ranks, as a run does them under a
     form of ``experts.dispatch`` in a number of chunks; the device's peak is known."""
     way = way_of(units, layer, dispatch)
-    work = LayerWork.of(units, speeds, layer, Assumed.of(units.config))
+    work = MoELayerTime.of(units, speeds, layer, AssumedCosts.of(units.config))
     return {
         what: _in_turns(tuple(work.steps(dispatch, way.trips[what])), chunks) for what in PASSES
     }
 
 
 @lru_cache(maxsize=256)
-def _in_turns(steps: tuple[Step, ...], chunks: int) -> Timed:
-    return in_turns(chunked(steps, chunks))
+def _in_turns(steps: tuple[Step, ...], chunks: int) -> TimedTasks:
+    return training_order(chunked(steps, chunks))
 
 
 def alike(experts: Mapping[int, int]) -> dict[int, int]:
@@ -149,11 +158,11 @@ def chosen_form(config: Config, layout: Layout, units: Units | None = None) -> E
         return sum(
             number * timed.seconds
             for layer, number in layers.items()
-            for timed in trained(units, speeds, layer, dispatch, chunks).values()
+            for timed in training_passes(units, speeds, layer, dispatch, chunks).values()
         )
 
     if dispatch == "auto":
-        dispatch = min(forms_of(config), key=size)
+        dispatch = min(dispatch_candidates(config), key=size)
     if config.experts.chunks != "auto":
         return ExpertForm(dispatch, config.experts.chunks)
     speeds = known_speeds(config)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from megapipe.config.config import Config
 from megapipe.layout.context_plan import PASSES, Pass
 from megapipe.layout.links import in_nodes, processes
-from megapipe.layout.moe.dispatch import forms_of
+from megapipe.layout.moe.dispatch import dispatch_candidates
 from megapipe.plan.unit import SPLIT, TWO_HOPS, Operation, Transfer, Unit
 from megapipe.plan.units import Units
 from megapipe.schedule.moe_layer.tasks import Resource
@@ -34,42 +34,42 @@ OF_ROWS = ("all_to_all", "hierarchical")
 """Ways in which rows travel, put in the order of their ranks before they leave."""
 
 
-class Hop(NamedTuple):
+class LinkBytes(NamedTuple):
     """Bytes that a rank sends over a link."""
 
     link: Resource
     bytes: Fraction
 
 
-class Trip(NamedTuple):
+class PassTraffic(NamedTuple):
     """The hops of a pass before experts compute, and when they have."""
 
-    out: tuple[Hop, ...]
-    back: tuple[Hop, ...]
+    out: tuple[LinkBytes, ...]
+    back: tuple[LinkBytes, ...]
 
 
-class Way(NamedTuple):
+class DispatchTraffic(NamedTuple):
     """A way to bring tokens and experts together."""
 
-    trips: Mapping[Pass, Trip]
-    late: tuple[Hop, ...]
+    trips: Mapping[Pass, PassTraffic]
+    weight_grad_hops: tuple[LinkBytes, ...]
     """Gradients of experts, which W sends."""
-    within: Fraction
+    intra_node_bytes: Fraction
     """Bytes that a rank sends to others of its node, forward and backward."""
-    between: Fraction
+    inter_node_bytes: Fraction
     """Bytes to other nodes; where nodes have other parts of a group each, the most."""
 
 
-def ways(units: Units, layer: int) -> dict[str, Way]:
+def dispatch_traffic(units: Units, layer: int) -> dict[str, DispatchTraffic]:
     """Find all ways of a layer whose experts are split over several ranks, by name; with a codec
     those of rows alone."""
-    names = list(forms_of(units.config))
+    names = list(dispatch_candidates(units.config))
     if _node(units.config) is not None:
         names.append("hierarchical")
     return {name: way_of(units, layer, name) for name in names}
 
 
-def way_of(units: Units, layer: int, name: str) -> Way:
+def way_of(units: Units, layer: int, name: str) -> DispatchTraffic:
     """Find one way of a layer whose experts are split over several ranks."""
     config = units.config
     unit = units.of_layer(layer, name, _node(config) if name == "hierarchical" else None)
@@ -79,11 +79,11 @@ def way_of(units: Units, layer: int, name: str) -> Way:
     for each in (each for what in SPLIT for each in experts_sent(unit, what)):
         sent[each.axis] += each.wire
     to_each = sent["ep"] / (ranks - 1)
-    return Way(
+    return DispatchTraffic(
         trips,
-        late=tuple(_hops(config, unit, "W", "reduce_scatter")),
-        within=sent[TWO_HOPS[0]] + to_each * (beside - 1),
-        between=sent[TWO_HOPS[1]] + to_each * (ranks - beside),
+        weight_grad_hops=tuple(_hops(config, unit, "W", "reduce_scatter")),
+        intra_node_bytes=sent[TWO_HOPS[0]] + to_each * (beside - 1),
+        inter_node_bytes=sent[TWO_HOPS[1]] + to_each * (ranks - beside),
     )
 
 
@@ -125,16 +125,16 @@ def _beside(config: Config) -> int:
     return fewest
 
 
-def _trip(config: Config, unit: Unit, what: Pass) -> Trip:
+def _trip(config: Config, unit: Unit, what: Pass) -> PassTraffic:
     gathered = tuple(_hops(config, unit, what, "all_gather"))
     rows = tuple(_hops(config, unit, what, "all_to_all"))
     if gathered:
-        return Trip(gathered, rows)
-    halves = tuple(Hop(hop.link, hop.bytes / 2) for hop in rows)  # they go both ways
-    return Trip(halves, halves[::-1])
+        return PassTraffic(gathered, rows)
+    halves = tuple(LinkBytes(hop.link, hop.bytes / 2) for hop in rows)  # they go both ways
+    return PassTraffic(halves, halves[::-1])
 
 
-def _hops(config: Config, unit: Unit, what: Operation, kind: str) -> Iterator[Hop]:
+def _hops(config: Config, unit: Unit, what: Operation, kind: str) -> Iterator[LinkBytes]:
     """Yield what a rank sends in collectives of a kind, of two hops within nodes first."""
     sent: defaultdict[tuple[str, int], Fraction] = defaultdict(Fraction)
     for each in experts_sent(unit, what):
@@ -143,4 +143,4 @@ def _hops(config: Config, unit: Unit, what: Operation, kind: str) -> Iterator[Ho
             sent[each.axis, each.members if near else _expert_ranks(config)] += each.wire
     for axis, neighbours in sorted(sent, key=lambda key: key[1]):
         link: Resource = "node" if in_nodes(config, neighbours) else "network"
-        yield Hop(link, sent[axis, neighbours])
+        yield LinkBytes(link, sent[axis, neighbours])

@@ -11,7 +11,7 @@ from megapipe.schedule.commands.scenario import json_number, placement_names
 from megapipe.schedule.generators import accepts, aliases, build, names
 from megapipe.schedule.generators.registry import HINTS, OPTIONS, generator_of
 from megapipe.schedule.ir import Kind, Schedule
-from megapipe.schedule.memory import weight_copies
+from megapipe.schedule.memory import weight_replicas
 from megapipe.words import print_folded
 
 SAMPLE = {"ranks": 4, "microbatches": 16}
@@ -52,7 +52,7 @@ def entry(name: str) -> dict[str, Any]:
         "about": " ".join(said.partition("\n\n")[0].split()),
         "placement": placement_names(schedule.placement)[0],
         "backward": _backward(schedule),
-        "weights": json_number(max(weight_copies(schedule))),
+        "weights": json_number(max(weight_replicas(schedule))),
         "options": [option for option in OPTIONS if option in taken],
         "hints": [hint for hint in HINTS if hint in taken],
         "papers": list(dict.fromkeys(paper.findall(said) or paper.findall(module))),

@@ -11,7 +11,7 @@ from megapipe.schedule.memory import (
     peak_held,
     peak_weighted,
     volume,
-    weight_copies,
+    weight_replicas,
 )
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render.bars import most_chunks
@@ -41,7 +41,7 @@ def describe(schedule: Schedule) -> dict[str, Any]:
         "messages": messages(schedule),
         "volume": json_number(sum(volume(schedule).values(), start=Fraction(0))),
         "peak_held": [json_number(value) for value in peak_held(schedule)],
-        "weight_copies": [json_number(value) for value in weight_copies(schedule)],
+        "weight_copies": [json_number(value) for value in weight_replicas(schedule)],
     }
 
 

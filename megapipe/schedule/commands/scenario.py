@@ -15,11 +15,11 @@ from megapipe.schedule.cost import Cost, Time, equal_buckets
 from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import accepts, aliases, names
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.load import goes_by, is_own, load
+from megapipe.schedule.load import goes_by, is_user_schedule, load
 from megapipe.schedule.memory import Amount, peak_weighted
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.streams.load import load_stream
-from megapipe.schedule.streams.stream import Stream, finite
+from megapipe.schedule.streams.stream import AsyncSchedule, finite
 from megapipe.schedule.timing.opportunistic import deviate
 from megapipe.schedule.timing.simulate import Timeline, simulate
 
@@ -148,7 +148,7 @@ class Scenario:
             raise ScheduleError(f"schedule {name}: its placement is {known[0]}")
         return schedule, seconds
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> AsyncSchedule:
         """The stream of this setting, which has `weights`, in the order of a name.
 
         Raises:
@@ -169,7 +169,7 @@ class Scenario:
         """Memory options of a schedule: none if it cannot count as the limit does."""
         if self.accounting == "held":
             return {"memory_limit": self.memory_limit}
-        if is_own(name) or "freed" in accepts(name):
+        if is_user_schedule(name) or "freed" in accepts(name):
             return {"memory_limit": self.memory_limit, "freed": self.freed}
         return {}
 

@@ -9,7 +9,7 @@ from megapipe.schedule.commands.measure import stale_table
 from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render.scene import INK, shade
-from megapipe.schedule.render.terminal import Rows, draw_rows
+from megapipe.schedule.render.terminal import TextDrawing, draw_rows
 from megapipe.schedule.streams.ledger import staleness
 from megapipe.words import columns, print_folded
 
@@ -33,7 +33,7 @@ def run(given: argparse.Namespace) -> None:
         print(*stale_table(stages), sep="\n")
 
 
-def paint(drawing: Rows) -> None:
+def paint(drawing: TextDrawing) -> None:
     """Print a drawing, in colour where the terminal has colours."""
     from rich.console import Console
     from rich.text import Text

@@ -36,7 +36,7 @@ def autopipe(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedul
         placement=loop(ranks),
         microbatches=microbatches + halved,
         ops=tuple(rank_ops(rank, ranks, microbatches, halved) for rank in range(ranks)),
-        held_limit=tuple(
+        activation_bound=tuple(
             held + min(halved, held)
             for held in (min(ranks - r, microbatches) for r in range(ranks))
         ),

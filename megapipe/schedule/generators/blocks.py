@@ -24,7 +24,7 @@ from megapipe.schedule.placement import Placement
 
 
 @dataclass(frozen=True)
-class Block:
+class BuildingBlock:
     """Slots of the operations of one group of micro-batches.
 
     Raises:
@@ -99,7 +99,7 @@ def _length(op: Op) -> int:
     return 2 if op.kind == Kind.B else 1
 
 
-def drop_weights(block: Block) -> Block:
+def drop_weights(block: BuildingBlock) -> BuildingBlock:
     """The block with every W that it left out in the first free slot after its I.
 
     Raises:
@@ -123,10 +123,10 @@ def drop_weights(block: Block) -> Block:
             raise ScheduleError(
                 f"block: rank {rank} has no free slot for {op} in a period of {block.period}"
             )
-    return Block(block.placement, block.period, slots)
+    return BuildingBlock(block.placement, block.period, slots)
 
 
-def peak(block: Block) -> tuple[int, ...]:
+def peak(block: BuildingBlock) -> tuple[int, ...]:
     """Per rank, the sum of ceil(lifespan / period) over its activations, one per chunk and
     micro-batch of the group.
 
@@ -143,7 +143,7 @@ def peak(block: Block) -> tuple[int, ...]:
     return tuple(totals)
 
 
-def alive(block: Block) -> tuple[int, ...]:
+def alive(block: BuildingBlock) -> tuple[int, ...]:
     """Per rank, the chunk activations alive at once in the busiest slot of the steady state.
 
     This is what enough repetitions hold; at most :func:`peak`, as lives need not overlap.
@@ -158,7 +158,7 @@ def alive(block: Block) -> tuple[int, ...]:
     return tuple(map(max, slots))
 
 
-def _lives(block: Block) -> Iterator[tuple[int, int, int]]:
+def _lives(block: BuildingBlock) -> Iterator[tuple[int, int, int]]:
     """Rank, first slot and end of every activation."""
     if block.pending:
         raise ScheduleError(f"block: {block.pending[0]} has no slot yet; use drop_weights first")
@@ -168,7 +168,7 @@ def _lives(block: Block) -> Iterator[tuple[int, int, int]]:
             yield rank, block.slots[op._replace(kind=Kind.F)], slot + _length(op)
 
 
-def repeat(block: Block, microbatches: int, name: str = "block") -> Schedule:
+def repeat(block: BuildingBlock, microbatches: int, name: str = "block") -> Schedule:
     """One block per group of micro-batches, each a period after the one before; any number.
 
     Operations that the last group lacks are left out. As slots rise along the way of every

@@ -25,7 +25,7 @@ the rest of B. For f > 1 it is a unit with some micro-batches left out.
 from collections.abc import Iterator
 from fractions import Fraction
 
-from megapipe.schedule.generators.grid import Trip, both_ways, on_grid
+from megapipe.schedule.generators.grid import MicroBatchPath, both_ways, on_grid
 from megapipe.schedule.generators.registry import register
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import loop
@@ -103,7 +103,9 @@ def _concatenated(
     for microbatch in range(microbatches):
         together, part = divmod(microbatch, parts)
         turn, direction = divmod(together, directions)
-        trips.append(Trip(direction, forwards[turn], backwards[turn * parts + part] + ranks - 1))
+        trips.append(
+            MicroBatchPath(direction, forwards[turn], backwards[turn * parts + part] + ranks - 1)
+        )
     return on_grid(name, placement, trips, sizes=sizes)
 
 

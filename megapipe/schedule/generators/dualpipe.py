@@ -62,7 +62,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         placement=placement,
         microbatches=microbatches,
         ops=tuple(ops),
-        held_limit=tuple(map(most_held, ops)),
+        activation_bound=tuple(map(most_held, ops)),
         direction=tuple(microbatch % 2 for microbatch in range(microbatches)),
     )
 
@@ -91,7 +91,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
         placement=vee(ranks),
         microbatches=microbatches,
         ops=ops,
-        held_limit=tuple(map(most_held, ops)),
+        activation_bound=tuple(map(most_held, ops)),
     )
 
 

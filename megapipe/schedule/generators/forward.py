@@ -24,7 +24,7 @@ def forward_only(placement: Placement, microbatches: int) -> Schedule:
         placement=placement,
         microbatches=microbatches,
         ops=tuple(rank_ops(stages, period, microbatches) for stages in chunks),
-        held_limit=(0,) * placement.ranks,
+        activation_bound=(0,) * placement.ranks,
         forward_only=True,
     )
 

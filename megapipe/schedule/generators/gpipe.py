@@ -45,7 +45,7 @@ def gpipe_on(
         placement=placement,
         microbatches=microbatches,
         ops=ops,
-        held_limit=tuple(len(codes) // 2 for codes in ops),
+        activation_bound=tuple(len(codes) // 2 for codes in ops),
         direction=direction,
         slices=slices,
         sizes=sizes,

@@ -17,7 +17,7 @@ from megapipe.schedule.memory import most_held
 from megapipe.schedule.placement import Placement, mirrored
 
 
-class Trip(NamedTuple):
+class MicroBatchPath(NamedTuple):
     """The way of one micro-batch through the grid."""
 
     direction: int
@@ -30,7 +30,7 @@ class Trip(NamedTuple):
 def on_grid(
     name: str,
     placement: Placement,
-    trips: Sequence[Trip],
+    trips: Sequence[MicroBatchPath],
     *,
     step: int = 1,
     sizes: tuple[Fraction, ...] | None = None,
@@ -42,13 +42,15 @@ def on_grid(
         placement=placement,
         microbatches=len(trips),
         ops=ops,
-        held_limit=tuple(map(most_held, ops)),
+        activation_bound=tuple(map(most_held, ops)),
         direction=tuple(trip.direction for trip in trips) if len(placement.table) > 1 else None,
         sizes=sizes,
     )
 
 
-def rank_ops(rank: int, placement: Placement, trips: Sequence[Trip], step: int) -> "array[int]":
+def rank_ops(
+    rank: int, placement: Placement, trips: Sequence[MicroBatchPath], step: int
+) -> "array[int]":
     """The list of one rank. Operations in one slot run as one."""
     mine = by_direction(placement, rank)
     cells: list[tuple[int, int]] = []

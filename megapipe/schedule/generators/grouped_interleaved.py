@@ -45,7 +45,7 @@ def grouped_interleaved(
         placement=loop(ranks, chunks),
         microbatches=microbatches,
         ops=ops,
-        held_limit=tuple(map(most_held, ops)),
+        activation_bound=tuple(map(most_held, ops)),
     )
 
 

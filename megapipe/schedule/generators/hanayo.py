@@ -16,7 +16,7 @@ forwards whose cells come before its first backward, then the two alternate.
 """
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.generators.grid import Trip, on_grid
+from megapipe.schedule.generators.grid import MicroBatchPath, on_grid
 from megapipe.schedule.generators.registry import register
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, wave
@@ -46,7 +46,7 @@ def in_waves(name: str, placement: Placement, microbatches: int) -> Schedule:
         unit, place = divmod(microbatch, ranks)
         cell = unit * stages + 2 * (place // directions)
         trips.append(
-            Trip(
+            MicroBatchPath(
                 direction=microbatch % directions,
                 forward=2 * cell,
                 backward=2 * (cell + 2 * (stages - 1)) + 1,

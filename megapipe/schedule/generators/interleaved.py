@@ -65,14 +65,14 @@ def interleaved_1f1b(
     if chunks == 1:
         plain = one_f_one_b(ranks, microbatches)
         return Schedule(
-            "interleaved_1f1b", plain.placement, microbatches, plain.ops, plain.held_limit
+            "interleaved_1f1b", plain.placement, microbatches, plain.ops, plain.activation_bound
         )
     return Schedule(
         name="interleaved_1f1b",
         placement=loop(ranks, chunks),
         microbatches=microbatches,
         ops=tuple(rank_ops(rank, ranks, microbatches, chunks, group) for rank in range(ranks)),
-        held_limit=tuple(
+        activation_bound=tuple(
             max(
                 min(stop, ahead + 1)
                 for stop, ahead in _phases(rank, ranks, microbatches, chunks, group)

@@ -28,7 +28,7 @@ def one_at_a_time(name: str, placement: Placement, direction: tuple[int, ...]) -
         placement=placement,
         microbatches=len(direction),
         ops=tuple(rank_ops(mine, direction) for mine in visits),
-        held_limit=tuple(max(len(mine[row]) for row in set(direction)) for mine in visits),
+        activation_bound=tuple(max(len(mine[row]) for row in set(direction)) for mine in visits),
         direction=direction if any(direction) else None,
     )
 

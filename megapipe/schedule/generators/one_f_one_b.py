@@ -36,7 +36,7 @@ def _warmed_up(name: str, ranks: int, microbatches: int, lead: int, advance: int
         placement=loop(ranks),
         microbatches=microbatches,
         ops=tuple(rank_ops(rank, warmup, microbatches) for rank, warmup in enumerate(warmups)),
-        held_limit=tuple(min(warmup + 1, microbatches) for warmup in warmups),
+        activation_bound=tuple(min(warmup + 1, microbatches) for warmup in warmups),
     )
 
 

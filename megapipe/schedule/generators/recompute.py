@@ -30,7 +30,7 @@ def recompute_ahead(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
     On 1F1B this takes (p-1) R off the makespan that recomputing within B has: each stage but the
     last recomputes its first micro-batch while the gradient is on its way. For schedules without
-    joined operations; it makes no promise of held_limit.
+    joined operations; it makes no promise of activation_bound.
     """
 
     def with_recompute(codes: "array[int]") -> "array[int]":
@@ -44,7 +44,7 @@ def recompute_ahead(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return replace(
         schedule,
         ops=tuple(map(with_recompute, schedule.ops)),
-        held_limit=None,
+        activation_bound=None,
         recompute=frozenset(stages),
     )
 
@@ -64,7 +64,7 @@ def merak(ranks: int, microbatches: int) -> Schedule:
         critical = plain.ops[-2]  # F0 F1 B0 F2 ..
         critical[2], critical[3] = critical[3], critical[2]
     schedule = recompute_ahead(plain, range(ranks - 1))
-    return replace(schedule, name="merak", held_limit=(1,) * ranks)
+    return replace(schedule, name="merak", activation_bound=(1,) * ranks)
 
 
 @register("varuna")
@@ -83,7 +83,7 @@ def varuna(ranks: int, microbatches: int) -> Schedule:
         placement=loop(ranks),
         microbatches=microbatches,
         ops=tuple(packed(ops) for ops in _by_priority(ranks, microbatches)),
-        held_limit=(1,) * ranks,
+        activation_bound=(1,) * ranks,
         recompute=frozenset(range(ranks - 1)),
     )
 

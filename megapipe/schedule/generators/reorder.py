@@ -183,7 +183,7 @@ def _refilled(dependencies: Dependencies, cost: Cost, limit: int, eager: bool) -
     lag = [0 if edge is None else cost.link(*edge) for edge in dependencies.incoming]
     operations = sum(map(len, schedule.ops))
     ends = room(-1, dependencies.slots, (sum(length) + sum(lag)) * operations)
-    for slot in dependencies.there:
+    for slot in dependencies.always_ready:
         ends[slot] = 0
     ranks = [_Rank(ops) for ops in schedule.ops]
     waiting: dict[int, _Rank] = {}
@@ -234,7 +234,7 @@ def _refilled(dependencies: Dependencies, cost: Cost, limit: int, eager: bool) -
             rank.now += length[weight & LOW]
         low = given[0] & LOW
         starts.append(ends[need[low] + (given[0] >> PIECE_SHIFT)] + lag[low])
-    refilled = replace(schedule, ops=tuple(rank.ops for rank in ranks), held_limit=None)
+    refilled = replace(schedule, ops=tuple(rank.ops for rank in ranks), activation_bound=None)
     return _Attempt(
         refilled,
         max(rank.now for rank in ranks) - min(starts),

@@ -45,7 +45,7 @@ def one_f_one_b_round_robin(
         placement=placement,
         microbatches=microbatches,
         ops=tuple(ops),
-        held_limit=tuple(held),
+        activation_bound=tuple(held),
         direction=tuple(m % turns for m in range(microbatches)) if turns > 1 else None,
     )
 

@@ -90,7 +90,7 @@ def in_slices(name: str, pieces: Schedule, slices: int) -> Schedule:
         placement=pieces.placement,
         microbatches=pieces.microbatches // slices,
         ops=ops,
-        held_limit=tuple(map(most_held, ops)),
+        activation_bound=tuple(map(most_held, ops)),
         slices=slices,
     )
 

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.generators.blocks import Block, drop_weights, repeat
+from megapipe.schedule.generators.blocks import BuildingBlock, drop_weights, repeat
 from megapipe.schedule.generators.registry import register
 from megapipe.schedule.generators.reorder import reorder
 from megapipe.schedule.ir import Kind, Op, Schedule
@@ -84,26 +84,26 @@ def one_f_one_b_v(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     return _from_block("1f1b_v", one_f_one_b_v_block(ranks), microbatches)
 
 
-def v_min_block(ranks: int) -> Block:
+def v_min_block(ranks: int) -> BuildingBlock:
     """Every hop is one slot."""
     hops = [1] * (2 * ranks - 1)
     return drop_weights(vee_block(ranks, hops, 3 if ranks % 3 == 0 else 1, hops))
 
 
-def v_half_block(ranks: int) -> Block:
+def v_half_block(ranks: int) -> BuildingBlock:
     """Hops of two slots down the ranks, of one slot up."""
     down, up = [2] * (ranks - 1), [1] * (ranks - 1)
     turn = 4 if ranks % 2 == 0 else 1
     return drop_weights(vee_block(ranks, [*down, 1, *up], turn, [*down, 2, *up]))
 
 
-def v_zb_block(ranks: int) -> Block:
+def v_zb_block(ranks: int) -> BuildingBlock:
     """Hops of four slots down the ranks, of two slots up."""
     hops = [4] * (ranks - 1) + [3] + [2] * (ranks - 1)
     return drop_weights(vee_block(ranks, hops, 1, hops))
 
 
-def one_f_one_b_v_block(ranks: int) -> Block:
+def one_f_one_b_v_block(ranks: int) -> BuildingBlock:
     """Forwards hop one slot; backwards two, but five after every third, past the forwards."""
     forward = [1] * (2 * ranks - 1)
     backward = [5 if (hop + 2 - ranks) % 3 == 0 else 2 for hop in range(2 * ranks - 1)]
@@ -112,7 +112,7 @@ def one_f_one_b_v_block(ranks: int) -> Block:
 
 def vee_block(
     ranks: int, forward: Sequence[int], turn: int, backward: Sequence[int], back: Kind = Kind.I
-) -> Block:
+) -> BuildingBlock:
     """A block on the V, from the slots between the starts of operations that follow each other.
 
     Args:
@@ -128,7 +128,7 @@ def vee_block(
     slots = {Op(Kind.F, stage, 0): slot for stage, slot in zip(stages, outward, strict=True)}
     for stage, slot in zip(reversed(stages), inward, strict=True):
         slots[Op(back, stage, 0)] = slot
-    return Block(vee(ranks), PERIOD, slots)
+    return BuildingBlock(vee(ranks), PERIOD, slots)
 
 
 def two_chunks(name: str, chunks: int) -> None:
@@ -141,8 +141,10 @@ def two_chunks(name: str, chunks: int) -> None:
 
 def promised(schedule: Schedule) -> Schedule:
     """The schedule with its peak as its limit."""
-    return replace(schedule, held_limit=tuple(map(most_held, schedule.ops)))
+    return replace(schedule, activation_bound=tuple(map(most_held, schedule.ops)))
 
 
-def _from_block(name: str, block: Block, microbatches: int, cost: Cost | None = None) -> Schedule:
+def _from_block(
+    name: str, block: BuildingBlock, microbatches: int, cost: Cost | None = None
+) -> Schedule:
     return promised(reorder(repeat(block, microbatches, name), cost))

@@ -44,7 +44,7 @@ def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = Non
         placement=vee(ranks),
         microbatches=microbatches,
         ops=tuple(rank_ops(rank, ranks, microbatches) for rank in range(ranks)),
-        held_limit=(2 * ranks,) * ranks,
+        activation_bound=(2 * ranks,) * ranks,
     )
     if microbatches < 2 * ranks - 1:
         schedule = promised(refill_valid(schedule, Cost()))

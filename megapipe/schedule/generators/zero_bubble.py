@@ -23,7 +23,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
         placement=loop(ranks),
         microbatches=microbatches,
         ops=tuple(rank_ops(rank, ranks, microbatches) for rank in range(ranks)),
-        held_limit=(min(ranks, microbatches),) * ranks,
+        activation_bound=(min(ranks, microbatches),) * ranks,
     )
 
 
@@ -41,7 +41,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
         placement=loop(ranks),
         microbatches=microbatches,
         ops=tuple(rank_ops(rank, ranks, microbatches, lead=2) for rank in range(ranks)),
-        held_limit=(min(2 * ranks - 1, microbatches),) * ranks,
+        activation_bound=(min(2 * ranks - 1, microbatches),) * ranks,
     )
 
 

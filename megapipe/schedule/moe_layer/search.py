@@ -9,7 +9,7 @@ from itertools import permutations, product
 from typing import NamedTuple
 
 from megapipe.schedule.moe_layer.tasks import Resource, Task, What
-from megapipe.schedule.moe_layer.times import Timed, by_priority, in_order
+from megapipe.schedule.moe_layer.times import TimedTasks, by_priority, in_order
 
 EXACT_CHUNKS = 4
 """Up to so many chunks every order is looked at."""
@@ -20,12 +20,12 @@ RULES = {"dispatch_first": FORWARD, "combine_first": FORWARD[::-1]}
 back, or each comes back before more leave."""
 
 
-def by_rule(tasks: Sequence[Task], rule: str) -> Timed:
+def by_rule(tasks: Sequence[Task], rule: str) -> TimedTasks:
     """List scheduling by one of :data:`RULES`."""
     return by_priority(tasks, lambda task: RULES[rule].index(task.what))
 
 
-def in_turns(tasks: Sequence[Task]) -> Timed:
+def training_order(tasks: Sequence[Task]) -> TimedTasks:
     """The order of training: in its turn a chunk is computed and begins its way back; before that
     the chunks after it go on, by one hop each, and after that those before it."""
     hops = Counter(task.what for task in tasks if task.chunk == 0)
@@ -44,7 +44,7 @@ def in_turns(tasks: Sequence[Task]) -> Timed:
     return in_order(tasks, order)
 
 
-def with_reductions(timed: Timed, link: Resource, pieces: Sequence[float]) -> Timed:
+def with_reductions(timed: TimedTasks, link: Resource, pieces: Sequence[float]) -> TimedTasks:
     """The same tasks with a reduction, in pieces of so many seconds, that could begin at once and
     makes way for them: a piece begins where nothing else is ready, and is not interrupted."""
     starts = {task: slot.start for task, slot in zip(timed.tasks, timed.slots, strict=True)}
@@ -52,7 +52,7 @@ def with_reductions(timed: Timed, link: Resource, pieces: Sequence[float]) -> Ti
     return by_priority([*timed.tasks, *reductions], lambda task: starts.get(task, math.inf))
 
 
-def fastest(tasks: Sequence[Task]) -> Timed:
+def fastest(tasks: Sequence[Task]) -> TimedTasks:
     """The best list of priorities; up to :data:`EXACT_CHUNKS` chunks the best of all orders, for
     which a resource may wait although a task is ready."""
     best = min(_by_lists(tasks), key=lambda timed: timed.seconds)
@@ -61,7 +61,7 @@ def fastest(tasks: Sequence[Task]) -> Timed:
     return _Search(tasks, best).best
 
 
-def _by_lists(tasks: Sequence[Task]) -> Iterator[Timed]:
+def _by_lists(tasks: Sequence[Task]) -> Iterator[TimedTasks]:
     """With every list of priorities of the kinds of tasks of each resource."""
     kinds: dict[Resource, list[What]] = defaultdict(list)
     for task in tasks:
@@ -93,7 +93,7 @@ class _Search:
     tasks done is nowhere later.
     """
 
-    def __init__(self, tasks: Sequence[Task], known: Timed) -> None:
+    def __init__(self, tasks: Sequence[Task], known: TimedTasks) -> None:
         self.best = known
         self._tasks = tasks
         self._seen: dict[int, list[tuple[float, ...]]] = defaultdict(list)

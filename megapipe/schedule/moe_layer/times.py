@@ -14,7 +14,7 @@ Order = Mapping[Resource, Sequence[int]]
 """Of each resource its tasks, by their places in the list, one after the other."""
 
 
-class Slot(NamedTuple):
+class TaskTime(NamedTuple):
     """The time of a task."""
 
     ready: float
@@ -23,11 +23,11 @@ class Slot(NamedTuple):
     end: float
 
 
-class Timed(NamedTuple):
+class TimedTasks(NamedTuple):
     """Tasks with their times, in the order of the list."""
 
     tasks: Sequence[Task]
-    slots: Sequence[Slot]
+    slots: Sequence[TaskTime]
 
     @property
     def seconds(self) -> float:
@@ -56,10 +56,10 @@ class Timed(NamedTuple):
             order[self.tasks[number].resource].append(number)
         return order
 
-    def _each(self) -> zip[tuple[Task, Slot]]:
+    def _each(self) -> zip[tuple[Task, TaskTime]]:
         return zip(self.tasks, self.slots, strict=True)
 
-    def _wait(self, waiting: Task, slot: Slot) -> float:
+    def _wait(self, waiting: Task, slot: TaskTime) -> float:
         return sum(
             max(0.0, min(slot.start, other.end) - max(slot.ready, other.start))
             for task, other in self._each()
@@ -67,13 +67,13 @@ class Timed(NamedTuple):
         )
 
 
-def by_priority(tasks: Sequence[Task], priority: Callable[[Task], float]) -> Timed:
+def by_priority(tasks: Sequence[Task], priority: Callable[[Task], float]) -> TimedTasks:
     """List scheduling: a resource that is free begins the task with the lowest `priority` of those
     that are ready, and of equal ones the first of the list."""
     return _timed(tasks, priority, {})
 
 
-def in_order(tasks: Sequence[Task], order: Order) -> Timed:
+def in_order(tasks: Sequence[Task], order: Order) -> TimedTasks:
     """The tasks of each resource in the given order, each as early as it can.
 
     Raises :class:`ScheduleError` if tasks are missing, listed twice or by another resource, or
@@ -90,10 +90,10 @@ def in_order(tasks: Sequence[Task], order: Order) -> Timed:
 
 def _timed(
     tasks: Sequence[Task], priority: Callable[[Task], float], before: Mapping[int, int]
-) -> Timed:
+) -> TimedTasks:
     """Give tasks their times one by one, of those that may be next the one that starts first, where
     several can then by `priority`. Each comes after the one that is `before` it on its resource."""
-    slots: dict[int, Slot] = {}
+    slots: dict[int, TaskTime] = {}
     free: dict[Resource, float] = defaultdict(float)
     while len(slots) < len(tasks):
         ready = {
@@ -109,6 +109,6 @@ def _timed(
         starts = {number: max(when, free[tasks[number].resource]) for number, when in ready.items()}
         number = min(starts, key=lambda n: (starts[n], priority(tasks[n]), n))
         end = starts[number] + tasks[number].seconds
-        slots[number] = Slot(ready[number], starts[number], end)
+        slots[number] = TaskTime(ready[number], starts[number], end)
         free[tasks[number].resource] = end
-    return Timed(tasks, [slots[number] for number in range(len(tasks))])
+    return TimedTasks(tasks, [slots[number] for number in range(len(tasks))])

@@ -44,7 +44,7 @@ _NEVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
-class Reading:
+class ListFacts:
     """Properties of the lists of all ranks, each by itself."""
 
     seen: NDArray[np.uint8]
@@ -56,7 +56,7 @@ class Reading:
     slices of one in descending order."""
 
 
-def read(dependencies: Dependencies) -> Reading:
+def read(dependencies: Dependencies) -> ListFacts:
     """Check every rank's list alone.
 
     Raises:
@@ -74,7 +74,7 @@ def read(dependencies: Dependencies) -> Reading:
     seen = np.zeros(dependencies.nodes * dependencies.pieces, np.uint8)
     for kind in WORK:
         seen |= np.where(first[kind] < _NEVER, np.uint8(BIT[kind]), np.uint8(0))
-    return Reading(seen, tuple(peaks), ascending)
+    return ListFacts(seen, tuple(peaks), ascending)
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[range]:
@@ -170,7 +170,7 @@ class _Batch:
     def check(self) -> None:
         """Raise the first error of these lists."""
         schedule = self._dependencies.schedule
-        limits = np.array(schedule.held_limit or [_NEVER] * len(schedule.ops))
+        limits = np.array(schedule.activation_bound or [_NEVER] * len(schedule.ops))
         wrong = (
             self._misplaced,
             self._badly_joined(),
@@ -195,8 +195,8 @@ class _Batch:
             return out_of_order(schedule, rank, index, seen)
         if which == 3:
             return slice_out_of_order(self._dependencies, rank, index)
-        assert schedule.held_limit is not None
-        return over(schedule, rank, index, int(self._held[at]), schedule.held_limit[rank])
+        assert schedule.activation_bound is not None
+        return over(schedule, rank, index, int(self._held[at]), schedule.activation_bound[rank])
 
     def _out_of_order(self) -> Bools:
         """Duplicates, and what comes before an operation that it needs on its own rank."""

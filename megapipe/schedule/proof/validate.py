@@ -38,7 +38,7 @@ _R = BIT[Kind.R]
 
 
 @dataclass(frozen=True)
-class Report:
+class Proof:
     """Properties of a schedule that was proved executable."""
 
     ops: int
@@ -48,12 +48,13 @@ class Report:
     of one in descending order), so gradients are summed in the order of any other such schedule
     of the same pieces on the same placement."""
     peak_held: tuple[int, ...]
-    """Per rank, the most chunk activations alive at once, as :attr:`Schedule.held_limit` counts
-    them; 0 for a forward-only schedule, which keeps none."""
+    """Per rank, the most chunk activations alive at once, as :attr:`Schedule.activation_bound`
+    counts them; 0 for a forward-only schedule, which keeps none."""
 
 
-def validate(schedule: Schedule) -> Report:
-    """Prove that a schedule is complete, ordered, within its `held_limit`, and free of deadlock.
+def validate(schedule: Schedule) -> Proof:
+    """Prove that a schedule is complete, ordered, within its `activation_bound`, and free of
+    deadlock.
 
     Raises:
         ScheduleError: the rank, the place in its list (from 0), the operation, and what is wrong.
@@ -65,7 +66,7 @@ def validate(schedule: Schedule) -> Report:
         check_updates(schedule, schedule.updates)
     _check_complete(dependencies, reading.seen.tobytes())
     _run(dependencies, [dependencies.codes(rank) for rank in range(schedule.placement.ranks)])
-    return Report(
+    return Proof(
         ops=sum(len(ops) for ops in schedule.ops),
         bitwise_order=reading.ascending,
         peak_held=reading.peaks,

@@ -19,7 +19,7 @@ NAMES = {
 }
 
 
-class Part(NamedTuple):
+class OpBar(NamedTuple):
     """One operation, and where it runs on its rank."""
 
     op: Op
@@ -36,7 +36,7 @@ class Bar(NamedTuple):
 
     start: Time
     end: Time
-    parts: tuple[Part, ...]
+    parts: tuple[OpBar, ...]
 
 
 def bars(timeline: Timeline, rank: int, *, most: int | None = None) -> Iterator[Bar]:
@@ -44,7 +44,7 @@ def bars(timeline: Timeline, rank: int, *, most: int | None = None) -> Iterator[
     many at the beginning and at the end."""
     schedule = timeline.schedule
     chunks = _chunk_of(schedule.placement, rank)
-    first: Part | None = None
+    first: OpBar | None = None
     updates, codes, starts = schedule.updates, schedule.ops[rank], timeline.starts[rank]
     for place in _ends(codes, most):
         op, start, end = unpack(codes[place]), starts[place], timeline.ends[rank][place]
@@ -53,7 +53,7 @@ def bars(timeline: Timeline, rank: int, *, most: int | None = None) -> Iterator[
         number = f"{op.microbatch}.{op.slice}" if schedule.slices > 1 else f"{op.microbatch}"
         if read is not None and op.kind == Kind.F:
             number += f"@{read}"
-        part = Part(op, chunks[direction, op.stage], direction, number)
+        part = OpBar(op, chunks[direction, op.stage], direction, number)
         if op.joined:
             first = part
         else:

@@ -7,7 +7,7 @@ from math import ceil, floor, log10
 from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.memory import curve
-from megapipe.schedule.render.bars import NAMES, Bar, Part, amount, bars, most_chunks, usual_length
+from megapipe.schedule.render.bars import NAMES, Bar, OpBar, amount, bars, most_chunks, usual_length
 from megapipe.schedule.render.scene import (
     GATHER,
     IDLE,
@@ -260,7 +260,7 @@ def _strips(timeline: Timeline, band: Band, lanes: _Lanes, top: float) -> Iterat
 
 
 def _rectangle(
-    part: Part, chunks: int, x: float, y: float, width: float, height: float
+    part: OpBar, chunks: int, x: float, y: float, width: float, height: float
 ) -> Rectangle:
     fill = shade(part.op.kind, part.chunk, chunks)
     edge = "white" if width >= 4 else None

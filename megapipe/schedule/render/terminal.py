@@ -11,7 +11,7 @@ from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.render.bars import (
     NAMES,
     Bar,
-    Part,
+    OpBar,
     amount,
     bars,
     most_chunks,
@@ -20,20 +20,20 @@ from megapipe.schedule.render.bars import (
 from megapipe.schedule.timing.simulate import Timeline, simulate
 
 
-class Run(NamedTuple):
+class TextSpan(NamedTuple):
     """Characters of a row that belong together, and the operation that they show, if any."""
 
     words: str
-    part: Part | None
+    part: OpBar | None
 
 
 @dataclass(frozen=True)
-class Rows:
+class TextDrawing:
     """A drawing of one row per rank, or of two where ranks gather or reduce, ready to be
     coloured."""
 
-    rows: tuple[tuple[Run, ...], ...]
-    legend: tuple[Run, ...]
+    rows: tuple[tuple[TextSpan, ...], ...]
+    legend: tuple[TextSpan, ...]
     summary: str
     chunks: int
     """The most stages of one direction on one rank."""
@@ -48,7 +48,7 @@ def text(drawn: Schedule | Timeline, *, width: int = 100) -> str:
     return str(draw_rows(drawn, width=width))
 
 
-def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
+def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> TextDrawing:
     """A drawing of one row per rank for a terminal; a schedule is timed at unit costs first.
 
     A cell is as wide as its operation is long: kind, micro-batch (and slice), and with several
@@ -64,7 +64,7 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> Rows:
     return rows
 
 
-def _draw_ends(timeline: Timeline, width: int, most: int | None) -> Rows | None:
+def _draw_ends(timeline: Timeline, width: int, most: int | None) -> TextDrawing | None:
     """Draw so many operations at the beginning and the end of each rank; None: there is room for
     those in between."""
     chunks = most_chunks(timeline.schedule.placement)
@@ -90,17 +90,17 @@ def _draw_ends(timeline: Timeline, width: int, most: int | None) -> Rows | None:
         return None
     half = (room - len(_CUT)) // 2
     windows = [(0, total)] if total <= room else [(0, half), (total - half, total)]
-    drawn_rows: list[tuple[Run, ...]] = []
+    drawn_rows: list[tuple[TextSpan, ...]] = []
     for rank, row in enumerate(rows):
         shown = (bar for bar in row if _is_within(bar, origin, scale, windows))
         placed = [_place(bar, origin, scale, gap, chunked) for bar in shown]
         drawn_rows.append(
-            (Run(f"rank {rank}".ljust(prefix), None), *_join(_cut(placed, windows, ".")))
+            (TextSpan(f"rank {rank}".ljust(prefix), None), *_join(_cut(placed, windows, ".")))
         )
         if timeline.gathers or timeline.reductions:
             below = list(_place_collectives(timeline, rank, scale))
-            drawn_rows.append((Run(" " * prefix, None), *_join(_cut(below, windows, " "))))
-    return Rows(
+            drawn_rows.append((TextSpan(" " * prefix, None), *_join(_cut(below, windows, " "))))
+    return TextDrawing(
         rows=tuple(drawn_rows),
         legend=tuple(_legend(rows, timeline, chunked, len(windows) > 1)),
         summary=_summary(timeline),
@@ -113,7 +113,7 @@ _PER_COLUMN = 4
 """Operations of a rank, for each column, that are looked at from either end. A window has at most
 half of the columns, and shorter operations than these have no room there."""
 GATHERED, REDUCED = "<", ">"
-_Cell = tuple[str, Part | None]
+_Cell = tuple[str, OpBar | None]
 
 
 class _Placed(NamedTuple):
@@ -174,28 +174,30 @@ def _cut(row: list[_Placed], windows: list[tuple[int, int]], blank: str) -> Iter
         yield from cells
 
 
-def _join(cells: Iterable[_Cell]) -> Iterator[Run]:
+def _join(cells: Iterable[_Cell]) -> Iterator[TextSpan]:
     for part, group in groupby(cells, key=lambda cell: cell[1]):
-        yield Run("".join(character for character, _ in group), part)
+        yield TextSpan("".join(character for character, _ in group), part)
 
 
 def _label(bar: Bar, chunked: bool) -> str:
     return "&".join(_part_label(part, chunked) for part in bar.parts)
 
 
-def _part_label(part: Part, chunked: bool) -> str:
+def _part_label(part: OpBar, chunked: bool) -> str:
     letters = ascii_lowercase
     chunk = letters[part.chunk] if part.chunk < len(letters) else f".{part.chunk}"
     return f"{part.op.kind.name}{part.number}{chunk if chunked else ''}"
 
 
-def _legend(rows: list[list[Bar]], timeline: Timeline, chunked: bool, cut: bool) -> Iterator[Run]:
-    example: dict[Kind, Part] = {}
+def _legend(
+    rows: list[list[Bar]], timeline: Timeline, chunked: bool, cut: bool
+) -> Iterator[TextSpan]:
+    example: dict[Kind, OpBar] = {}
     for part in (part for row in rows for bar in row for part in bar.parts):
         example.setdefault(part.op.kind, part)
     for kind, part in sorted(example.items()):
-        yield Run(kind.name, part._replace(chunk=0))
-        yield Run(f" {NAMES[kind]}; ", None)
+        yield TextSpan(kind.name, part._replace(chunk=0))
+        yield TextSpan(f" {NAMES[kind]}; ", None)
     sliced = timeline.schedule.slices > 1
     words = ["number: micro-batch.slice" if sliced else "number: micro-batch"]
     words += ["letter: chunk"] if chunked else []
@@ -203,7 +205,7 @@ def _legend(rows: list[list[Bar]], timeline: Timeline, chunked: bool, cut: bool)
     words += [f"{GATHERED} gathers a stage"] if timeline.gathers else []
     words += [f"{REDUCED} reduces a stage"] if timeline.reductions else []
     words += ["... left out"] if cut else []
-    yield Run("; ".join([*words, ". idle"]), None)
+    yield TextSpan("; ".join([*words, ". idle"]), None)
 
 
 def _summary(timeline: Timeline) -> str:

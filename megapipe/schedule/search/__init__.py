@@ -7,14 +7,14 @@ repeated pattern or by stretching a shorter order, and improved by local search;
 """
 
 from megapipe.schedule.search.instance import Accounting, MemoryLimit, lower_bound
-from megapipe.schedule.search.search import PLACEMENTS, Found, Progress, search
+from megapipe.schedule.search.search import PLACEMENTS, Progress, SearchResult, search
 
 __all__ = [
     "PLACEMENTS",
     "Accounting",
-    "Found",
     "MemoryLimit",
     "Progress",
+    "SearchResult",
     "lower_bound",
     "search",
 ]

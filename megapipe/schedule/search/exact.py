@@ -19,7 +19,7 @@ from megapipe.schedule.search.instance import (
     instance,
     least_limit,
 )
-from megapipe.schedule.search.problem import Objective, Problem, Timed
+from megapipe.schedule.search.problem import Objective, Problem, TimedOrder
 from megapipe.schedule.timing.times import in_ticks
 
 
@@ -125,13 +125,13 @@ def _starts_are_fixed(problem: Problem) -> bool:
     return lowest == set(range(len(lowest)))
 
 
-def _first(problem: Problem) -> Timed:
+def _first(problem: Problem) -> TimedOrder:
     """The best order that a rule makes, with which the solver begins."""
     orders = (problem.timed(greedy(problem, rule)) for rule in rules(problem))
     return min((timed for timed in orders if timed is not None), key=lambda timed: timed.value)
 
 
-def _model(problem: Problem, model: Any, start: Timed) -> list[Any]:
+def _model(problem: Problem, model: Any, start: TimedOrder) -> list[Any]:
     """State the problem, hint at the start; the variables that say when each operation begins."""
     run = problem.ends(start.order)
     assert run is not None  # it was timed

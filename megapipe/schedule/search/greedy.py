@@ -19,7 +19,7 @@ MANY = 1 << 30
 
 
 @dataclass(frozen=True)
-class Rule:
+class GreedyRule:
     """Preferences of a rank."""
 
     ahead: tuple[int, ...]
@@ -36,7 +36,7 @@ class Rule:
     that of the lowest stage; otherwise the opposite."""
 
 
-def rules(problem: Problem) -> Iterator[Rule]:
+def rules(problem: Problem) -> Iterator[GreedyRule]:
     """Rules worth a try, the most different ones first."""
     ranks = problem.placement.ranks
     chunks = problem.stages // ranks
@@ -52,10 +52,10 @@ def rules(problem: Problem) -> Iterator[Rule]:
     orders = (True, False) if chunks > 1 else (True,)
     for deep, overrun, forward_first in product(orders, (0.5, 0.0, 1.0), (False, True)):
         for keep, ahead in product(keeps[:1] if problem.fused else keeps, aheads):
-            yield Rule(ahead, keep, overrun, forward_first, deep)
+            yield GreedyRule(ahead, keep, overrun, forward_first, deep)
 
 
-def greedy(problem: Problem, rule: Rule) -> Order:
+def greedy(problem: Problem, rule: GreedyRule) -> Order:
     """The order that a rule makes."""
     duration, feeds, lag_after = problem.duration, problem.feeds, problem.lag_after
     home = problem.rank
@@ -102,7 +102,7 @@ def leaves_room(
 class _Rank:
     """The streams and the memory of one rank while its order is made."""
 
-    def __init__(self, problem: Problem, rule: Rule, rank: int, ends: list[Time]) -> None:
+    def __init__(self, problem: Problem, rule: GreedyRule, rank: int, ends: list[Time]) -> None:
         self.problem, self.rule, self.ends = problem, rule, ends
         self.chunks = problem.chunks[rank]
         stages = sorted(self.chunks, reverse=rule.deep)

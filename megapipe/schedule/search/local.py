@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megapipe.schedule.cost import Time
-from megapipe.schedule.search.problem import Order, Problem, Timed
+from megapipe.schedule.search.problem import Order, Problem, TimedOrder
 
 MOVES = 40
 """Moves judged in one iteration, drawn from those of the critical path."""
@@ -52,10 +52,10 @@ class Tabu:
         self.iteration = 0
         self.held: dict[int, list[int]] = {}
 
-    def run(self, iterations: int, target: Time) -> Timed | None:
+    def run(self, iterations: int, target: Time) -> TimedOrder | None:
         """The best order seen; None if the first one deadlocks."""
         problem = self.problem
-        best: Timed | None = None
+        best: TimedOrder | None = None
         move: Move | None = None
         pairs: list[tuple[int, int]] = []
         while self.iteration < iterations:
@@ -70,7 +70,7 @@ class Tabu:
             ends, sequence = run
             value = problem.value(self.order, ends)
             if best is None or value < best.value:
-                best = Timed(value, copy(self.order))
+                best = TimedOrder(value, copy(self.order))
                 if value <= target:
                     return best
             tails = problem.tails(self.order, ends, sequence)

@@ -8,7 +8,7 @@ feasible. However little room there is, a pattern fits when its period is made l
 import random
 from typing import NamedTuple
 
-from megapipe.schedule.search.problem import Order, Problem, Timed
+from megapipe.schedule.search.problem import Order, Problem, TimedOrder
 
 LATE_ACCEPTANCE = 20
 """A change is accepted if it is no longer than the present order or that of so many changes ago."""
@@ -52,7 +52,7 @@ class Patterns:
             for row in self.streams
         ]
 
-    def sample(self) -> tuple[Pattern, Timed] | None:
+    def sample(self) -> tuple[Pattern, TimedOrder] | None:
         """A random pattern at the first period tried that fits; None where it deadlocks."""
         offsets = self._offsets()
         period = self.work * self.rng.uniform(1, 1.1)
@@ -79,7 +79,7 @@ class Patterns:
             offsets[stream] = offsets[back] + self.duration[back] + wait
         return offsets
 
-    def climb(self, pattern: Pattern, timed: Timed, changes: int) -> Timed:
+    def climb(self, pattern: Pattern, timed: TimedOrder, changes: int) -> TimedOrder:
         """Late-acceptance hill climbing (Burke and Bykov 2017) by random changes of offsets."""
         best, current = timed, timed.value
         history = [current] * LATE_ACCEPTANCE

@@ -18,7 +18,7 @@ from megapipe.schedule.search.bound import least
 from megapipe.schedule.search.greedy import greedy, rules
 from megapipe.schedule.search.local import Tabu, shaken
 from megapipe.schedule.search.pattern import Patterns
-from megapipe.schedule.search.problem import Order, Problem, Timed
+from megapipe.schedule.search.problem import Order, Problem, TimedOrder
 from megapipe.schedule.search.stretch import stretched
 
 RULE, STATE, ITERATION, SHAKE = 13, 60, 5, 25
@@ -56,9 +56,9 @@ class Portfolio:
         self.problem, self.effort, self.left, self.rng = problem, effort, effort, rng
         self.starts, self.told = starts, told
         self.target = least(problem)
-        self.pool: list[Timed] = []
+        self.pool: list[TimedOrder] = []
 
-    def run(self) -> Timed:
+    def run(self) -> TimedOrder:
         """The best order found."""
         for order in self.starts(self.problem):
             self._add(self.problem.timed(order))
@@ -73,7 +73,7 @@ class Portfolio:
     def _done(self) -> bool:
         return bool(self.pool) and self.pool[0].value <= self.target
 
-    def _add(self, timed: Timed | None) -> None:
+    def _add(self, timed: TimedOrder | None) -> None:
         """Keep an order; of equally good ones the first, as the others tend to be like it."""
         if timed is not None and all(timed.value != other.value for other in self.pool):
             self.pool.append(timed)
@@ -137,7 +137,7 @@ class Portfolio:
                     self._add(better)
                 self.told(self.pool[0].value)
 
-    def _tabu(self, order: Order, iterations: int) -> Timed | None:
+    def _tabu(self, order: Order, iterations: int) -> TimedOrder | None:
         self._spend(ITERATION * iterations)
         return Tabu(self.problem, order, self.rng).run(iterations, self.target)
 

@@ -35,7 +35,7 @@ NEVER = -(1 << 60)
 Value = TypeVar("Value")
 
 
-class Timed(NamedTuple):
+class TimedOrder(NamedTuple):
     """An order and its objective."""
 
     value: Time
@@ -210,10 +210,10 @@ class Problem:
         offsets = self.offsets(order, ends)
         return max(ends[ops[-1]] - offset for ops, offset in zip(order, offsets, strict=True))
 
-    def timed(self, order: Order) -> Timed | None:
+    def timed(self, order: Order) -> TimedOrder | None:
         """An order with its objective; None where it deadlocks."""
         run = self.ends(order)
-        return None if run is None else Timed(self.value(order, run[0]), order)
+        return None if run is None else TimedOrder(self.value(order, run[0]), order)
 
     def tails(self, order: Order, ends: list[Time], sequence: list[int]) -> list[Time]:
         """From the start of each operation to the end of all that depends on it; one more entry,

@@ -44,7 +44,7 @@ timings come on top of the effort."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search. Times are those of the simulator."""
 
     schedule: Schedule
@@ -88,7 +88,7 @@ def search(
     evaluations: int | None = None,
     seed: int = 0,
     progress: Callable[[Progress], None] = lambda progress: None,
-) -> Found:
+) -> SearchResult:
     """Find a schedule for uneven stages, latency and a memory limit.
 
     The schedule keeps the limit, and is at least as good as every registered schedule on one of the
@@ -145,7 +145,7 @@ def search(
             found = site.hunt(evaluations, rng, progress)
             best = found if best is None else min(best, found, key=_value)
     assert best is not None  # there is a site, and the first one is hunted without a baseline
-    return Found(
+    return SearchResult(
         schedule=best.schedule,
         value=best.value,
         lower_bound=min(site.bound for site in sites),

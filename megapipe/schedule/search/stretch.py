@@ -7,7 +7,7 @@ times. Repeated, it takes k more micro-batches (the repetend of Tessel, 2311.152
 from collections import defaultdict
 from collections.abc import Iterator
 
-from megapipe.schedule.search.problem import Order, Problem, Timed
+from megapipe.schedule.search.problem import Order, Problem, TimedOrder
 
 LONGEST = 4
 """Micro-batches of the longest segment that is tried."""
@@ -15,7 +15,7 @@ PLACES = (0.5, 0.4, 0.6, 0.35, 0.45, 0.55, 0.65)
 """Where in its list the middle of a segment should be."""
 
 
-def stretched(short: Problem, order: Order, problem: Problem, count: int) -> list[Timed]:
+def stretched(short: Problem, order: Order, problem: Problem, count: int) -> list[TimedOrder]:
     """Orders of a problem, made of one with fewer micro-batches; at most `count` are timed."""
     words = [[op // short.microbatches for op in ops] for ops in order]
     orders: list[Order] = []

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.ir import Kind, Schedule, Updates, packed
-from megapipe.schedule.streams.stream import Stream, finite, parts
+from megapipe.schedule.streams.stream import AsyncSchedule, finite, parts
 from megapipe.schedule.timing.simulate import Timeline, simulate
 
 
@@ -46,7 +46,7 @@ class Excerpt:
         return ends[begin - 1] if number else starts[begin], ends[end - 1]
 
 
-def excerpt(stream: Stream, windows: int, first: int, last: int) -> Excerpt:
+def excerpt(stream: AsyncSchedule, windows: int, first: int, last: int) -> Excerpt:
     """Windows `first` to `last` of a run of so many windows. Micro-batches and versions are counted
     as in a run that leaves out windows before and behind which are like others."""
     margin = stream.ahead + 2

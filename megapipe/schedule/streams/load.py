@@ -6,8 +6,8 @@ from typing import Any
 from megapipe.errors import ScheduleError
 from megapipe.schedule.ir import Op, Read
 from megapipe.schedule.streams.orders import build
-from megapipe.schedule.streams.policies import Lists, Policy, policy
-from megapipe.schedule.streams.stream import Stream, stream
+from megapipe.schedule.streams.policies import Lists, VersionPolicy, policy
+from megapipe.schedule.streams.stream import AsyncSchedule, stream
 from megapipe.util.user_code import UserCode, is_user_code
 
 
@@ -20,7 +20,7 @@ def load_stream(
     advance: int = 0,
     horizon: str = "update",
     replicas: Sequence[int] | None = None,
-) -> Stream:
+) -> AsyncSchedule:
     """A stream by name.
 
     Args:
@@ -43,7 +43,7 @@ def load_stream(
     return stream(build(order, ranks, microbatches, advance=advance, replicas=replicas), found)
 
 
-def _own(spec: str) -> Policy:
+def _own(spec: str) -> VersionPolicy:
     """A policy of the user's."""
     code = UserCode(spec, what="weights", error=ScheduleError)
     code.check(("lists", "op"))
@@ -54,4 +54,4 @@ def _own(spec: str) -> Policy:
             raise code.problem(f"it returned {result!r} for {op}; return a Read")
         return result
 
-    return Policy(spec, reads, orders=("1f1b", "eager_1f1b", "two_group"), follows=False)
+    return VersionPolicy(spec, reads, orders=("1f1b", "eager_1f1b", "two_group"), follows=False)

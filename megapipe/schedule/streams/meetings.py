@@ -20,7 +20,7 @@ from megapipe.schedule.cost import Time
 from megapipe.schedule.ir import Kind, Op, Schedule
 
 
-def check_meetings(schedule: Schedule) -> None:
+def check_shared_updates(schedule: Schedule) -> None:
     """Prove that a valid schedule with updates comes to its end although ranks meet.
 
     Raises:

@@ -79,7 +79,7 @@ ALTERNATING = ("1f1b", "eager_1f1b")
 
 
 @dataclass(frozen=True)
-class Policy:
+class VersionPolicy:
     """Which weights operations read, and when a stage is updated."""
 
     name: str
@@ -156,9 +156,9 @@ def _behind(lists: Lists, op: Op) -> Fraction:
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("stash", stash, orders=(*ALTERNATING, "1f1b_rr")),
-        Policy("vertical", vertical, agrees=True),
-        Policy(
+        VersionPolicy("stash", stash, orders=(*ALTERNATING, "1f1b_rr")),
+        VersionPolicy("vertical", vertical, agrees=True),
+        VersionPolicy(
             "double_buffer",
             double_buffer,
             orders=(*ALTERNATING, "1f1b_rr"),
@@ -166,16 +166,16 @@ POLICIES = {
             waits=True,
             agrees=True,
         ),
-        Policy("double_group", double_group, orders=("two_group",)),
-        Policy("latest", latest, follows=False),
-        Policy("predict", predict, follows=False),
-        Policy("correct", correct, follows=False),
+        VersionPolicy("double_group", double_group, orders=("two_group",)),
+        VersionPolicy("latest", latest, follows=False),
+        VersionPolicy("predict", predict, follows=False),
+        VersionPolicy("correct", correct, follows=False),
     )
 }
 HORIZONS: dict[str, Reads] = {"update": predict, "round_trip": predict_round_trip}
 
 
-def policy(name: str, *, horizon: str = "update") -> Policy:
+def policy(name: str, *, horizon: str = "update") -> VersionPolicy:
     """The policy of a name; `horizon`: of predict, up to when weights are predicted.
 
     Raises:

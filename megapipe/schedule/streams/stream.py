@@ -10,14 +10,14 @@ from megapipe.schedule.ir import Kind, Op, Read, Schedule, Updates, pack, packed
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.proof.updates import weights_kept
 from megapipe.schedule.streams.orders import Order
-from megapipe.schedule.streams.policies import Lists, Policy
+from megapipe.schedule.streams.policies import Lists, VersionPolicy
 
 Step = tuple[Op, Read]
 """An operation, and the weights that it reads."""
 
 
 @dataclass(frozen=True)
-class Stream:
+class AsyncSchedule:
     """A pipeline without a flush. Micro-batches are counted from the first one of the segment's
     window, and versions from the version that the window will change; a U names how many windows
     before this one are updated by it, 0 for this one."""
@@ -26,7 +26,7 @@ class Stream:
     placement: Placement
     microbatches: int
     """Of a window."""
-    policy: Policy
+    policy: VersionPolicy
     fill: tuple[tuple[Op, ...], ...]
     """Per rank, the forwards that are in flight at the cut before the segment."""
     fill_reads: tuple[tuple[Read, ...], ...]
@@ -47,7 +47,7 @@ class Stream:
         return schedule.microbatches // self.microbatches
 
 
-def stream(order: Order, policy: Policy) -> Stream:
+def stream(order: Order, policy: VersionPolicy) -> AsyncSchedule:
     """The stream of an order under a policy.
 
     Raises:
@@ -84,7 +84,7 @@ def stream(order: Order, policy: Policy) -> Stream:
         for number in range(steady + 1, 2 * steady - ahead):
             _check_alike(policy, rank, ops, wanted, relative(rank, ops, number), number - steady)
     kept = [max(weights_kept(ops, [*of.values()])) for ops, of in zip(lists, absolute, strict=True)]
-    return Stream(
+    return AsyncSchedule(
         name=f"{order.name}, {policy.name}",
         placement=order.placement,
         microbatches=window,
@@ -98,7 +98,7 @@ def stream(order: Order, policy: Policy) -> Stream:
 
 
 def _check_alike(
-    policy: Policy,
+    policy: VersionPolicy,
     rank: int,
     ops: tuple[Op, ...],
     wanted: tuple[Read, ...],
@@ -116,7 +116,7 @@ def _check_alike(
             )
 
 
-def finite(stream: Stream, windows: int) -> Schedule:
+def finite(stream: AsyncSchedule, windows: int) -> Schedule:
     """The first windows of a stream as a schedule: a fill, as many segments, whose forwards run out
     at the end, and the updates that are still pending then.
 
@@ -151,7 +151,7 @@ def finite(stream: Stream, windows: int) -> Schedule:
     )
 
 
-def parts(stream: Stream, windows: int) -> list[list[tuple[int, list[Step]]]]:
+def parts(stream: AsyncSchedule, windows: int) -> list[list[tuple[int, list[Step]]]]:
     """The first windows of a stream from cut to cut: for each rank the fill, a segment for each
     window, and the updates that are still pending then.
 
@@ -166,7 +166,7 @@ def parts(stream: Stream, windows: int) -> list[list[tuple[int, list[Step]]]]:
     ]
 
 
-def versions_kept(stream: Stream) -> dict[int, int]:
+def versions_kept(stream: AsyncSchedule) -> dict[int, int]:
     """By stage, the most versions from the oldest that an operation reads to the newest, also where
     updates that are pending at a cut are made there."""
     kept: defaultdict[int, int] = defaultdict(lambda: 1)
@@ -183,7 +183,7 @@ def versions_kept(stream: Stream) -> dict[int, int]:
     return dict(kept)
 
 
-def mean_staleness(stream: Stream) -> dict[int, Fraction]:
+def mean_staleness(stream: AsyncSchedule) -> dict[int, Fraction]:
     """By stage, by how many updates forwards are behind the version that their window changes, on
     average in the steady state. What is predicted ahead does not count."""
     behind: defaultdict[int, list[int]] = defaultdict(list)
@@ -194,7 +194,7 @@ def mean_staleness(stream: Stream) -> dict[int, Fraction]:
     return {stage: Fraction(sum(counts), len(counts)) for stage, counts in behind.items()}
 
 
-def moved_back(stream: Stream) -> dict[int, Fraction]:
+def moved_back(stream: AsyncSchedule) -> dict[int, Fraction]:
     """By how many updates the backwards of a stage move the weights back that they read, by stage,
     where they do."""
     return {
@@ -205,7 +205,7 @@ def moved_back(stream: Stream) -> dict[int, Fraction]:
     }
 
 
-def predictions_kept(stream: Stream) -> dict[int, int]:
+def predictions_kept(stream: AsyncSchedule) -> dict[int, int]:
     """By stage, the predicted and moved back weights that are kept beside versions: those that
     forwards read, and those that backwards read."""
     kinds: defaultdict[int, set[Kind]] = defaultdict(set)
@@ -278,6 +278,6 @@ def _at(read: Read, window: int) -> Read:
     return read._replace(version=max(0, window + read.version))
 
 
-def _absolute(lists: Lists, policy: Policy, op: Op) -> Read:
+def _absolute(lists: Lists, policy: VersionPolicy, op: Op) -> Read:
     """The weights that an operation reads; of an update the version that it makes."""
     return Read(op.microbatch + 1) if op.kind == Kind.U else policy.reads(lists, op)

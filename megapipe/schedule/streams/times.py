@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from megapipe.schedule.cost import Cost, Time, ratio
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.streams.stream import Stream, finite
+from megapipe.schedule.streams.stream import AsyncSchedule, finite
 from megapipe.schedule.timing.simulate import simulate
 
 STEADY = 4
@@ -23,7 +23,7 @@ class WindowTimes(NamedTuple):
     """To run dry, as for a validation, and to fill again."""
 
 
-def window_times(stream: Stream, cost: Cost | None = None) -> WindowTimes:
+def window_times(stream: AsyncSchedule, cost: Cost | None = None) -> WindowTimes:
     """Times of a stream, simulated until it is steady; default costs as for
     :func:`~megapipe.schedule.timing.simulate.simulate`."""
     begin = stream.ahead + 2
@@ -43,7 +43,7 @@ def window_times(stream: Stream, cost: Cost | None = None) -> WindowTimes:
     )
 
 
-def _whole_turns(stream: Stream) -> int:
+def _whole_turns(stream: AsyncSchedule) -> int:
     """Windows to measure. Where messages take time, as many micro-batches as there are ranks go
     around together, and a window may end anywhere among them: so these are whole turns."""
     turn = lcm(stream.placement.ranks, stream.microbatches) // stream.microbatches

@@ -4,9 +4,9 @@ The programs of :mod:`megapipe.schedule.data_parallel` say where these collectiv
 rank waits for them, so a simulation and a training step cannot differ in that. Every rank has one
 lane for them, beside computation and messages: they run one at a time, in the program's order.
 Operations wait for their weights. Under ZeRO-2 and 3, where two stages at most have memory for
-gradients (:mod:`megapipe.optim.optimizer`), a rank waits before a run of weight gradients (OPEN)
-until all reductions but the latest are over, and any reduction of the same stage. A reduction in
-buckets begins within the operation that completes them.
+gradients (:mod:`megapipe.optim.optimizer`), a rank waits before a run of weight gradients
+(ALLOC_GRADS) until all reductions but the latest are over, and any reduction of the same stage. A
+reduction in buckets begins within the operation that completes them.
 
 A stage with several holders is reduced when the programs and the lanes of all have come to it, and
 all take part from start to end; later collectives on their lanes wait. Each holder gathers weights
@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megapipe.schedule.cost import Time, plain
-from megapipe.schedule.data_parallel import for_zero, last_gradients, operations
+from megapipe.schedule.data_parallel import last_gradients, operations, with_zero_actions
 from megapipe.schedule.ir import JOINED, Schedule
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 from megapipe.schedule.timing.ticks import scaled
-from megapipe.schedule.timing.times import Times
+from megapipe.schedule.timing.times import OpTimes
 
 
 class Interval(NamedTuple):
@@ -49,7 +49,7 @@ class Stop(NamedTuple):
     """A REDUCE that begins within the operation before it, as buckets are complete."""
 
 
-class Lane:
+class CollectiveQueue:
     """The gathers and reductions of one rank, begun one after the other.
 
     A simulation runs the rank's operations up to the next of its `stops`, calls :meth:`act`, and
@@ -62,8 +62,8 @@ class Lane:
         rank: int,
         ops: Sequence[int],
         actions: Sequence[Action],
-        times: Times,
-        company: "Mapping[int, list[Lane]]",
+        times: OpTimes,
+        company: "Mapping[int, list[CollectiveQueue]]",
     ) -> None:
         self.rank = rank
         self._length = len(ops)
@@ -86,7 +86,7 @@ class Lane:
         """The stops to come, the next one last."""
         if times.policy.zero < 3:
             for action in actions:
-                if action.do == Do.AWAIT:
+                if action.do == ActionKind.WAIT_WEIGHTS:
                     self._begin_gather(action.stage, 0)
 
     @property
@@ -101,11 +101,11 @@ class Lane:
         index = 0
         completed_within = last_gradients(actions)
         for at, action in enumerate(actions):
-            if action.do == Do.COMPUTE:
+            if action.do == ActionKind.COMPUTE:
                 index += 1
             elif self._takes_time(action):
                 joined = index > 0 and ops[index - 1] >= JOINED
-                place = index + joined if action.do == Do.REDUCE else index - joined
+                place = index + joined if action.do == ActionKind.REDUCE else index - joined
                 found.append(Stop(place, action, at in completed_within))
         return sorted(found, key=lambda stop: stop.done)[::-1]
 
@@ -115,11 +115,14 @@ class Lane:
         return self._meeting is not None
 
     def _takes_time(self, action: Action) -> bool:
-        if action.do == Do.REDUCE and action.stage in self._company:
+        if action.do == ActionKind.REDUCE and action.stage in self._company:
             return self._reduce[action.stage] > 0
-        if action.do in (Do.REDUCE, Do.OPEN):
+        if action.do in (ActionKind.REDUCE, ActionKind.ALLOC_GRADS):
             return any(self._reduce)
-        return action.do in (Do.UNSHARD, Do.AWAIT) and self._gather[action.stage] > 0
+        return (
+            action.do in (ActionKind.UNSHARD, ActionKind.WAIT_WEIGHTS)
+            and self._gather[action.stage] > 0
+        )
 
     def gathered(self, stage: int) -> Time:
         """When a stage's latest gathered weights are there; 0 where gathering takes no time."""
@@ -131,13 +134,13 @@ class Lane:
         The operation before the stop ran from `began` to `ended`, and its message is sent by `now`.
         """
         _, action, in_buckets = self.stops.pop()
-        if action.do == Do.REDUCE and action.stage in self._company:
+        if action.do == ActionKind.REDUCE and action.stage in self._company:
             return now, self._meet(action.stage, ended)
-        if action.do == Do.REDUCE:
+        if action.do == ActionKind.REDUCE:
             self._begin_reduce(action.stage, began if in_buckets else ended, ended)
-        elif action.do == Do.OPEN:
+        elif action.do == ActionKind.ALLOC_GRADS:
             now = max(now, self._reduced.get(action.stage, 0), self._before_last)
-        elif action.do == Do.UNSHARD:
+        elif action.do == ActionKind.UNSHARD:
             self._begin_gather(action.stage, now)
         else:
             now = max(now, self.gathered(action.stage))
@@ -181,28 +184,30 @@ class Lane:
         return self.free
 
 
-def make_lanes(schedule: Schedule, times: Times) -> list[Lane]:
+def make_lanes(schedule: Schedule, times: OpTimes) -> list[CollectiveQueue]:
     """A lane for each rank; no lanes where neither gathers nor reductions take time."""
     placement = schedule.placement
     if not any((*times.gather, *times.reduce)):
         return []
-    programs = for_zero(
+    programs = with_zero_actions(
         (operations(schedule, rank) for rank in range(placement.ranks)),
         schedule,
         times.policy,
     )
-    company: dict[int, list[Lane]] = {
+    company: dict[int, list[CollectiveQueue]] = {
         stage: [] for stage in range(placement.stages) if len(placement.holders(stage)) > 1
     }
     found = []
     for ops, program in zip(schedule.ops, programs, strict=True):
         held = {s: company[s] for s in placement.stages_of(program.rank) if s in company}
-        found.append(Lane(program.rank, ops, program.actions, times, held))
+        found.append(CollectiveQueue(program.rank, ops, program.actions, times, held))
     return found
 
 
 def replay(
-    lanes: Sequence[Lane], starts: Sequence[Sequence[Time]], ends: Sequence[Sequence[Time]]
+    lanes: Sequence[CollectiveQueue],
+    starts: Sequence[Sequence[Time]],
+    ends: Sequence[Sequence[Time]],
 ) -> None:
     """Run all stops of the lanes, given each rank's `starts` and `ends` of operations."""
     ready = [lane.rank for lane in lanes]
@@ -216,7 +221,7 @@ def replay(
             ready.extend(going)
 
 
-def complete(lanes: Sequence[Lane]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+def complete(lanes: Sequence[CollectiveQueue]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
     """All gathers, by rank and start, and all reductions, by start."""
     assert not any(lane.stops or lane.held for lane in lanes), "ranks wait for each other"
     gathers = (each for lane in lanes for each in lane.gathers)

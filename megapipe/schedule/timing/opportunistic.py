@@ -16,7 +16,7 @@ from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencie
 from megapipe.schedule.ir import JOINED, STAGE_SHIFT, Schedule, packed
 from megapipe.schedule.timing.data_parallel import complete, make_lanes, replay
 from megapipe.schedule.timing.simulate import Timeline
-from megapipe.schedule.timing.times import Times
+from megapipe.schedule.timing.times import OpTimes
 
 
 def deviate(
@@ -53,7 +53,7 @@ class _Run:
     def __init__(self, schedule: Schedule, cost: Cost, window: int, policy: ReplicaPolicy) -> None:
         self.schedule, self.cost, self.window = schedule, cost, window
         self.dependencies = Dependencies(schedule)
-        self.times = Times(self.dependencies, cost, policy)
+        self.times = OpTimes(self.dependencies, cost, policy)
         ranks = range(schedule.placement.ranks)
         codes = [self.dependencies.codes(rank) for rank in ranks]
         given = [self.times.by_operation(rank, codes[rank]) for rank in ranks]
@@ -96,7 +96,7 @@ class _Run:
                 heappush(events, (self.free[rank], self.consumer[made]))
         assert not any(self.pending), "the schedule deadlocks"
         lists = tuple(map(packed, self.lists))
-        run = replace(self.schedule, ops=lists, held_limit=None)
+        run = replace(self.schedule, ops=lists, activation_bound=None)
         beside = make_lanes(run, self.times)
         for lane, planned in zip(beside, self.lanes, strict=True):
             lane.gathers = planned.gathers

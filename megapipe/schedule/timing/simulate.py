@@ -27,7 +27,7 @@ from megapipe.schedule.timing.ticks import (
     total,
     unpacked,
 )
-from megapipe.schedule.timing.times import Times
+from megapipe.schedule.timing.times import OpTimes
 from megapipe.schedule.wavefront import Wavefront
 
 
@@ -185,7 +185,7 @@ def simulate(
     cost = cost or Cost()
     dependencies = Dependencies(schedule)
     lists = [dependencies.codes(rank) for rank in range(schedule.placement.ranks)]
-    times = Times(dependencies, cost, policy)
+    times = OpTimes(dependencies, cost, policy)
     beside = [] if schedule.updates else make_lanes(schedule, times)
     lag, hold, together = times.lag, times.hold, times.together
     need_base, make_base = dependencies.base
@@ -197,7 +197,7 @@ def simulate(
         starts, ends, free, finished = _abreast(Wavefront(dependencies, lists), times, lengths)
     else:
         finished = times.many(-1, dependencies.slots)
-        for slot in dependencies.there:
+        for slot in dependencies.always_ready:
             finished[slot] = 0
         starts, ends = ([times.kept() for _ in lists] for _ in range(2))
         free = [0] * len(lists)
@@ -274,7 +274,7 @@ def simulate(
 
 
 def _abreast(
-    front: Wavefront, times: Times, lengths: list[list[Time] | None]
+    front: Wavefront, times: OpTimes, lengths: list[list[Time] | None]
 ) -> tuple[list[list[Time]], list[list[Time]], list[Time], list[Time]]:
     """Starts and ends of the operations that a wavefront reaches, per rank, when each rank can go
     on, and what is made by slot, unless nothing is left: bitwise the numbers of the loop."""
@@ -282,7 +282,7 @@ def _abreast(
     given = [times.numbers(each) for each in lengths if each is not None]
     taken = np.concatenate(given) if given else None
     made = np.repeat(times.numbers([-1]), times.dependencies.slots)
-    made[times.dependencies.there] = times.numbers([0])
+    made[times.dependencies.always_ready] = times.numbers([0])
     starts, ends = (np.empty(len(front.low), lag.dtype) for _ in range(2))
     free = times.numbers([0] * len(lengths))
     for ranks, places, needs in front.rounds(signs(made)):

@@ -21,7 +21,7 @@ from megapipe.schedule.placement import Placement
 from megapipe.schedule.timing.ticks import Numbers, Wide, per_unit, room, whole, width
 
 
-class Times:
+class OpTimes:
     """Times by low part (see Dependencies) and by stage.
 
     They are floats in the unit of the costs if one of these is a float or there is jitter, and

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megapipe.engine.recorder import Record, Recorder, stream_timeline
-from megapipe.observe.timeline import Window
-from megapipe.schedule.program import Do
+from megapipe.observe.timeline import RecordedWindow
+from megapipe.schedule.program import ActionKind
 from megapipe.schedule.streams.excerpt import excerpt
-from megapipe.schedule.streams.programs import Part
-from megapipe.schedule.streams.stream import Stream
+from megapipe.schedule.streams.programs import ProgramSegment
+from megapipe.schedule.streams.stream import AsyncSchedule
 
 
 class Recording:
     """The recorded windows of a `stream`, on the pipeline ranks of this process, which have
     `recorders`."""
 
-    def __init__(self, stream: Stream, recorders: Sequence[Recorder]) -> None:
+    def __init__(self, stream: AsyncSchedule, recorders: Sequence[Recorder]) -> None:
         self._stream = stream
         self.after = max(1, stream.ahead)
         """Windows behind one that some rank may have begun before the first is through with it."""
@@ -25,14 +25,15 @@ class Recording:
         self._windows: dict[int, tuple[int, ...]] = {}
         """Those without a gap between them: by rank, how many operations each has."""
 
-    def take(self, window: int, by_rank: Sequence[Part]) -> None:
+    def take(self, window: int, by_rank: Sequence[ProgramSegment]) -> None:
         """Record a window; those before it are forgotten unless it follows on them."""
         if window - 1 not in self._windows:
             self._windows.clear()
             for recorder in self._recorders:
                 recorder.begin()
         self._windows[window] = tuple(
-            sum(action.do == Do.COMPUTE for action in part.program.actions) for part in by_rank
+            sum(action.do == ActionKind.COMPUTE for action in part.program.actions)
+            for part in by_rank
         )
 
     def begin(self, first: int, end: int) -> None:
@@ -40,7 +41,7 @@ class Recording:
         self._windows.clear()
         self._first, self._end = first, end
 
-    def window(self, window: int, records: Sequence[Record]) -> Window | None:
+    def window(self, window: int, records: Sequence[Record]) -> RecordedWindow | None:
         """A window with those beside it, None if it is forgotten; `records` are of all ranks."""
         if window not in self._windows:
             return None
@@ -52,4 +53,4 @@ class Recording:
         ]
         windows = self._end - self._first
         cut = excerpt(self._stream, windows, begin - self._first, end - self._first)
-        return Window(cut, window - begin, stream_timeline(cut, records, before))
+        return RecordedWindow(cut, window - begin, stream_timeline(cut, records, before))

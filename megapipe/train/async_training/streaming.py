@@ -19,35 +19,35 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megapipe.checkpoint.stateful import Stateful, Weights
+from megapipe.checkpoint.stateful import Stateful, TensorReader
 from megapipe.distributed.axis import Axis
 from megapipe.engine.flow import run_parts
 from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Key
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.model.partition import format_layout
-from megapipe.observe.timeline import Window
+from megapipe.observe.timeline import RecordedWindow
 from megapipe.optim.look_ahead import predict
 from megapipe.optim.shard import Shard
-from megapipe.optim.velocity import move_back
-from megapipe.optim.versions import Versions
+from megapipe.optim.velocity import predict_older_weights
+from megapipe.optim.versions import WeightVersions
 from megapipe.schedule.ir import Read, Schedule
-from megapipe.schedule.streams.programs import Part, Runs
+from megapipe.schedule.streams.programs import ProgramSegment, Runs
 from megapipe.schedule.streams.stream import (
-    Stream,
+    AsyncSchedule,
     mean_staleness,
     predictions_kept,
     versions_kept,
 )
 from megapipe.train.async_training.recording import Recording
 from megapipe.train.checkpoint_io import read_region
-from megapipe.train.feed import Counted, Rows
-from megapipe.train.judge import ADVICE, Unsound
+from megapipe.train.feed import BatchReader, LocalTokens
+from megapipe.train.judge import ADVICE, BadStep
 from megapipe.train.step.data import StepData
 from megapipe.train.step.machine import Machine
-from megapipe.train.step.own_totals import StepTotals, own_loss, own_totals
+from megapipe.train.step.own_totals import StepTotals, local_loss, local_step_stats
 from megapipe.train.step.stepper import PLAIN, Asked, Watch
-from megapipe.train.totals import LARGEST, Totals
+from megapipe.train.totals import LARGEST, StepStats
 from megapipe.train.update import StepResult, Update
 
 
@@ -55,7 +55,7 @@ class _Window(NamedTuple):
     """The data of a window."""
 
     microbatches: Mapping[Key, MicroBatch]
-    counted: Counted
+    counted: LocalTokens
     samples: list[int]
 
 
@@ -68,7 +68,7 @@ def holders_of(machine: Machine) -> Axis:
     return machine.mesh.holders_of(holders)
 
 
-class Streaming(Stateful):
+class AsyncTraining(Stateful):
     """Trains the windows of a stream; `holders` have the same stage."""
 
     name = "stream"
@@ -77,7 +77,7 @@ class Streaming(Stateful):
     def __init__(
         self,
         machine: Machine,
-        stream: Stream,
+        stream: AsyncSchedule,
         data: StepData,
         totals: StepTotals,
         update: Update,
@@ -95,9 +95,9 @@ class Streaming(Stateful):
         self._behind = mean_staleness(stream)
         self._tied = machine.placement.stages
         """Number of the tied embedding among the buckets."""
-        self._of_bucket: dict[int, list[Versions]] = defaultdict(list)
+        self._of_bucket: dict[int, list[WeightVersions]] = defaultdict(list)
         """By the number of the buckets."""
-        self._versions: dict[int, list[Versions]] = defaultdict(list)
+        self._versions: dict[int, list[WeightVersions]] = defaultdict(list)
         """Of all weights that a stage computes with, tied ones included."""
         self._make_versions()
         self._flows = machine.pipeline.flows(
@@ -114,7 +114,7 @@ class Streaming(Stateful):
         """Windows after which the totals of one are taken."""
         self._windows: dict[int, _Window] = {}
         """Those of which forwards are in flight, and the last one that is done."""
-        self._older: dict[Versions, int] = {}
+        self._older: dict[WeightVersions, int] = {}
         """How many versions before the optimizer's weights a checkpoint had."""
         self._loaded = ""
         """The :attr:`key` that a checkpoint had."""
@@ -132,10 +132,10 @@ class Streaming(Stateful):
         """Of the window's gradients, on this rank."""
         self._pending: deque[tuple[int, Callable[[], Tensor]]] = deque()
         """Windows whose results are not known, with a wait for their totals."""
-        self._totals: dict[int, Totals] = {}
+        self._totals: dict[int, StepStats] = {}
         """Totals that have been taken, of the last windows."""
         self._paused = False
-        self._part: tuple[Part, ...] = ()
+        self._part: tuple[ProgramSegment, ...] = ()
         """The segments that ran last."""
 
     def _make_versions(self) -> None:
@@ -143,7 +143,7 @@ class Streaming(Stateful):
         for shard in self._machine.optimizer.shards:
             index = shard.bucket.index
             stages = {0, self._tied - 1} if index == self._tied else {index}
-            versions = Versions(
+            versions = WeightVersions(
                 shard,
                 max(kept[stage] for stage in stages),
                 turns=self._late,
@@ -198,7 +198,7 @@ class Streaming(Stateful):
         """Note of which stream the older versions of a checkpoint are."""
         self._loaded = stored or ""
 
-    def read(self, weights: Weights, names: Collection[str]) -> None:
+    def read(self, weights: TensorReader, names: Collection[str]) -> None:
         """Take over the older versions of a checkpoint, if it is of a stream like this one, so that
         the pipeline is filled with what its forwards in flight have read."""
         if self._loaded != self.key or self._begins_empty:
@@ -216,7 +216,7 @@ class Streaming(Stateful):
                 loaded = age
             self._older[each] = loaded
 
-    def train(self, step: int, rows: Rows, wishes: Asked, watch: Watch) -> list[StepResult]:
+    def train(self, step: int, rows: BatchReader, wishes: Asked, watch: Watch) -> list[StepResult]:
         """Run window `step`, counted from 0; returns the results that are known by now. A window
         that is recorded is told by :meth:`recorded`."""
         if self._first is None:
@@ -235,12 +235,12 @@ class Streaming(Stateful):
         results = self._cut(wishes)
         return [*results, *self._flush()] if step < self._synchronous else results
 
-    def recorded(self, window: int, records: Sequence[Record]) -> Window | None:
+    def recorded(self, window: int, records: Sequence[Record]) -> RecordedWindow | None:
         """A window that was recorded, with those beside it; None if the pipeline was filled anew
         since. `records` are of all ranks."""
         return self.recording.window(window, records)
 
-    def _begin(self, step: int, rows: Rows) -> None:
+    def _begin(self, step: int, rows: BatchReader) -> None:
         """Fill the pipeline: run the forwards that are in flight at the cut before a window."""
         self._first = self._now = step
         self._last = self._machine.config.train.last_step
@@ -259,11 +259,11 @@ class Streaming(Stateful):
         self._fetch(rows)
         self._run(self._runs.of(self._last - step).fill)
 
-    def versions(self) -> list[Versions]:
+    def versions(self) -> list[WeightVersions]:
         """Those of all buckets of this process."""
         return [each for own in self._of_bucket.values() for each in own]
 
-    def _fetch(self, rows: Rows) -> None:
+    def _fetch(self, rows: BatchReader) -> None:
         """Get the data of all windows that the part reaches into."""
         self._windows.pop(self._now - 1, None)
         end = min(self._now + self._stream.ahead + 1, self._last)
@@ -273,7 +273,7 @@ class Streaming(Stateful):
                 samples = self._data.samples_read
                 self._windows[window] = _Window(microbatches, counted, samples)
 
-    def _run(self, by_rank: tuple[Part, ...], watch: Watch = PLAIN) -> None:
+    def _run(self, by_rank: tuple[ProgramSegment, ...], watch: Watch = PLAIN) -> None:
         size = self._stream.microbatches
         microbatches = {
             ((window - self._now) * size + number, part): microbatch
@@ -283,7 +283,7 @@ class Streaming(Stateful):
         parts = [by_rank[rank] for rank in self._machine.pipeline.ranks]
         run_parts(self._flows, parts, microbatches, **watch._asdict())
 
-    def use(self, stage: int, read: Read) -> None:
+    def point_at(self, stage: int, read: Read) -> None:
         """Point a stage at the weights that its next operation reads."""
         if self._now < self._synchronous:
             read = Read(0)
@@ -298,7 +298,7 @@ class Streaming(Stateful):
     def _predict(self, shard: Shard, updates: Fraction, count: int, out: Tensor) -> None:
         """Write the weights so many `updates` after the `count` that were made, or before."""
         if updates < 0:
-            move_back(shard, float(-updates), out)
+            predict_older_weights(shard, float(-updates), out)
             return
         optimizer = self._machine.optimizer
         rate = self._lr(shard.bucket.index, count - 1) if count else 0.0
@@ -326,7 +326,7 @@ class Streaming(Stateful):
         optimizer, update = self._machine.optimizer, self._update
         norm = self._norm_of_window(stage, window) if self._late else self._norm_of_stage(stage)
         if not math.isfinite(norm):
-            raise Unsound(
+            raise BadStep(
                 f"step {window + 1}: gradients of stage {stage} are not finite; {ADVICE}",
                 window,
                 rewinds=False,
@@ -373,7 +373,7 @@ class Streaming(Stateful):
         self._check(window, totals)
         if self._machine.config.optimizer.clip_scope == "stage":
             first = stage == 0  # which updates what is tied
-            return math.sqrt(totals.squares[stage] + first * totals.squares[self._tied])
+            return math.sqrt(totals.squared_norms[stage] + first * totals.squared_norms[self._tied])
         return totals.norm
 
     def _cut(self, wishes: Asked) -> list[StepResult]:
@@ -385,9 +385,9 @@ class Streaming(Stateful):
             for index in self._of_bucket:
                 self._squares[index] = machine.optimizer.finish_stage(index)
             for each in self.versions():
-                each.turn()
-        loss = own_loss(machine, window.counted, self._stream.microbatches)
-        own = own_totals(machine, self._squares, *loss, wishes).pack()
+                each.switch_accumulator()
+        loss = local_loss(machine, window.counted, self._stream.microbatches)
+        own = local_step_stats(machine, self._squares, *loss, wishes).pack()
         self._zero_squares()
         vector = machine.mesh.ordered_sum(own, "tp", "cp", "dp", largest=LARGEST)
         self._pending.append(
@@ -413,7 +413,7 @@ class Streaming(Stateful):
             found.append(self._update.result(window, totals))
         return found
 
-    def _totals_of(self, window: int) -> Totals:
+    def _totals_of(self, window: int) -> StepStats:
         """The totals of a window, once all ranks are through with it."""
         if window not in self._totals:
             self._totals.pop(window - self._delay - 2, None)
@@ -421,12 +421,12 @@ class Streaming(Stateful):
             self._totals[window] = self._step_totals.unpack(wait())
         return self._totals[window]
 
-    def _check(self, window: int, totals: Totals) -> None:
+    def _check(self, window: int, totals: StepStats) -> None:
         """Raise, on all ranks, where the numbers of a window are not finite."""
         update = self._update
         if not math.isfinite(totals.states):
             raise update.states_not_finite()
-        fault = update.judge.fault(totals)
+        fault = update.judge.check(totals)
         if fault is not None:
             update.judge.act(window, fault)
 
@@ -467,5 +467,5 @@ class Streaming(Stateful):
 
     def _go_on(self) -> None:
         for flow in self._flows:
-            flow.go_on()
+            flow.resume()
         self._paused = False

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from megapipe.errors import DeviceFault
-from megapipe.optim.copies import Copies
+from megapipe.optim.copies import ReplicaCheck
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.validation import is_due
 
 
-class CopyCheck(Callback):
+class ReplicaCheckCallback(Callback):
     """Ends the run where copies differ; to come before validation and saving."""
 
     def __init__(self) -> None:
-        self._copies: Copies | None = None
+        self._copies: ReplicaCheck | None = None
 
     def before_step(self, run: Run, step: Step) -> None:
         step.settle |= is_due(run.config.numbers.check_copies_every, step.number)
@@ -23,8 +23,8 @@ class CopyCheck(Callback):
             return
         run.check_settled()
         if self._copies is None or run.config.experts.copies:
-            self._copies = Copies(run.train_step.optimizer, run.mesh)
-        difference = self._copies.difference()
+            self._copies = ReplicaCheck(run.train_step.optimizer, run.mesh)
+        difference = self._copies.first_mismatch()
         if difference is not None:
             raise DeviceFault(
                 f"step {step.number}: {difference}, though they are copies of one value: memory or "

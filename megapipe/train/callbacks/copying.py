@@ -8,16 +8,16 @@ from megapipe.errors import CheckpointError
 from megapipe.plan.demand import size_text
 from megapipe.plan.memory import model_memory
 from megapipe.train.callbacks.callback import Callback, Run, Step
-from megapipe.train.callbacks.saving import Saving
+from megapipe.train.callbacks.saving import Checkpointing
 from megapipe.train.callbacks.validation import is_due
-from megapipe.train.resume.memory_copies import MemoryCopies
+from megapipe.train.resume.memory_copies import MemoryCheckpoints
 
 
-class Copying(Callback):
+class MemoryCheckpointing(Callback):
     """Copies what `saving`, which comes before it, would save (``checkpoint.memory_every``), but
     where that has just been saved. A copy that fails is told, and training goes on."""
 
-    def __init__(self, copies: MemoryCopies, saving: Saving) -> None:
+    def __init__(self, copies: MemoryCheckpoints, saving: Checkpointing) -> None:
         self._copies = copies
         self._saving = saving
         self._told = False
@@ -25,7 +25,9 @@ class Copying(Callback):
     def begin(self, run: Run) -> None:
         """Raises :class:`CheckpointError` on all ranks where a node has no room."""
         grid, pipeline_ranks = run.mesh.grid, range(run.layout.pipeline_processes)
-        saved = [model_memory(run.config, run.layout, rank).saved for rank in pipeline_ranks]
+        saved = [
+            model_memory(run.config, run.layout, rank).checkpoint_part for rank in pipeline_ranks
+        ]
         each = [saved[grid.coordinates_of(rank).pp] for rank in range(grid.world)]
         need = self._copies.check_room(each)
         nodes = self._copies.nodes.count

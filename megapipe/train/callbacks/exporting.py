@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megapipe.checkpoint.names import Committed
+from megapipe.checkpoint.names import CheckpointName
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.convert import check_export, export
-from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.train.callbacks.callback import Callback, Run, Step
-from megapipe.train.callbacks.saving import Saving
+from megapipe.train.callbacks.saving import Checkpointing
 from megapipe.train.callbacks.validation import is_due
 from megapipe.util.beneath import make_folder
 
@@ -18,7 +18,7 @@ FOLDER = "exports"
 class Exporting(Callback):
     """Exports what `saving`, which comes before it, has saved (``checkpoint.export_every``)."""
 
-    def __init__(self, saving: Saving) -> None:
+    def __init__(self, saving: Checkpointing) -> None:
         self._saving = saving
 
     def begin(self, run: Run) -> None:
@@ -30,7 +30,7 @@ class Exporting(Callback):
             except ConfigError as problem:
                 every = run.config.checkpoint.export_every
                 error = ConfigError(f"checkpoint.export_every={every}: {problem}")
-        all_or_none(run.mesh, error)
+        raise_on_all(run.mesh, error)
 
     def before_step(self, run: Run, step: Step) -> None:
         step.save |= is_due(run.config.checkpoint.export_every, step.number)
@@ -42,7 +42,7 @@ class Exporting(Callback):
         self._saving.finish(run)
         saved = self._saving.newest
         assert saved is not None, "saving is to come before exporting"
-        key = Committed.parsed(saved.name)
+        key = CheckpointName.parsed(saved.name)
         output = run.folder / FOLDER / (key.plain if key else saved.name)
         error: MegapipeError | None = None
         if run.mesh.rank == 0 and not output.exists():
@@ -54,4 +54,4 @@ class Exporting(Callback):
                 error = problem
             except OSError as problem:
                 error = CheckpointError(f"cannot write {output}: {problem.strerror}")
-        all_or_none(run.mesh, error)
+        raise_on_all(run.mesh, error)

@@ -15,7 +15,7 @@ from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.stragglers import StragglerWatch
 from megapipe.train.moe import routing
 from megapipe.train.update import StepResult
-from megapipe.util.beneath import write_beneath
+from megapipe.util.beneath import write_no_symlinks
 
 SMOOTHING = 0.9
 """Weight of the past in the time per step behind the ETA."""
@@ -152,7 +152,7 @@ class Reports(Callback):
         )
         path = run.folder / "summary.json"
         try:
-            write_beneath(run.folder, path.name, summary.model_dump_json(indent=2) + "\n")
+            write_no_symlinks(run.folder, path.name, summary.model_dump_json(indent=2) + "\n")
         except OSError as error:  # all else is saved
             run.note(f"{path} cannot be written: {error.strerror}")
 

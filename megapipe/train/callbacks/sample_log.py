@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megapipe.data.batch import Batches
-from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.errors import MegapipeError, not_written
-from megapipe.observe.samples import SampleWriter, Taken, new_start
+from megapipe.observe.samples import LoggedSample, SampleWriter, new_start
 from megapipe.train.callbacks.callback import Callback, Run, Step
 
 
@@ -40,7 +40,7 @@ class SampleLog(Callback):
                 start = str(new_start(run.folder, after))
         except OSError as problem:
             error = _cannot_write(run, problem)
-        all_or_none(run.mesh, error)
+        raise_on_all(run.mesh, error)
         start = run.mesh.share(start)
         try:
             if run.mesh.tp.index == run.mesh.cp.index == 0:
@@ -50,7 +50,7 @@ class SampleLog(Callback):
                     self._writer.left_out(self._taken(range(first, stop)))
         except OSError as problem:
             error = _cannot_write(run, problem)
-        all_or_none(run.mesh, error)
+        raise_on_all(run.mesh, error)
 
     def after_step(self, run: Run, step: Step) -> None:
         """Raises :class:`MegapipeError` if the file takes no line."""
@@ -63,12 +63,12 @@ class SampleLog(Callback):
         except OSError as problem:
             raise _cannot_write(run, problem) from None
 
-    def _taken(self, numbers: Iterable[int]) -> list[Taken]:
+    def _taken(self, numbers: Iterable[int]) -> list[LoggedSample]:
         taken = []
         for number in numbers:
             origin = self._batches.origin(number)
             assert origin is not None, "training has no end"
-            taken.append(Taken(number, *origin))
+            taken.append(LoggedSample(number, *origin))
         return taken
 
     def close(self, run: Run) -> None:

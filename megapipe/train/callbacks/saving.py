@@ -7,13 +7,13 @@ import math
 import time
 from collections.abc import Iterable
 
-from megapipe.checkpoint.background import Background
-from megapipe.checkpoint.checking import Check, Removing
+from megapipe.checkpoint.background import AsyncSaver
+from megapipe.checkpoint.checking import AsyncRemoval, AsyncVerify
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.names import Committed
+from megapipe.checkpoint.names import CheckpointName
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.retention import outdated, remove
-from megapipe.checkpoint.storage import Place
+from megapipe.checkpoint.storage import StorageLocation
 from megapipe.checkpoint.writer import save
 from megapipe.data.sources import Sources
 from megapipe.errors import CheckpointError
@@ -21,11 +21,11 @@ from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.validation import is_due
 from megapipe.train.resume.find import verified
 from megapipe.train.run_folder import RunFolder
-from megapipe.train.state import Content
+from megapipe.train.state import SaveArguments
 from megapipe.train.totals import Wishes
 
 
-class Saving(Callback):
+class Checkpointing(Callback):
     """Saves into the run folder, and deletes older checkpoints there (``checkpoint.keep``), but for
     those of weights alone, which no run saves.
 
@@ -43,9 +43,9 @@ class Saving(Callback):
         run_id: str,
         corpus: Sources,
         order: str,
-        sound: Iterable[Place] = (),
-        failed: Iterable[Place] = (),
-        background: Background | None = None,
+        sound: Iterable[StorageLocation] = (),
+        failed: Iterable[StorageLocation] = (),
+        background: AsyncSaver | None = None,
     ) -> None:
         self.folder = folder
         self.checkpoints = folder.checkpoints
@@ -53,11 +53,11 @@ class Saving(Callback):
         self._run_id = run_id
         self._corpus = corpus
         self._order = order
-        self.newest: Place | None = None
+        self.newest: StorageLocation | None = None
         """The checkpoint that was saved last."""
         self._sound = {**dict.fromkeys(sound, True), **dict.fromkeys(failed, False)}
         """Whether checkpoints can be gone on from, of those that were looked at."""
-        self._written: set[Place] = set()
+        self._written: set[StorageLocation] = set()
         """Checkpoints that this start has saved."""
         self._unproven: int | None = None
         """The step of the checkpoint that was saved last, if no finite step has followed it."""
@@ -68,9 +68,9 @@ class Saving(Callback):
         """When the save in the background began, monotonic seconds..."""
         self._waited = 0.0
         """... and for how many of them training has waited so far."""
-        self._check: Check | None = None
+        self._check: AsyncVerify | None = None
         """The look at a checkpoint that has to be over before more can be said of what to keep."""
-        self._removing: Removing | None = None
+        self._removing: AsyncRemoval | None = None
         """On rank 0: the removal under way."""
 
     def begin(self, run: Run) -> None:
@@ -170,7 +170,7 @@ class Saving(Callback):
         self._unproven = step
         self.clock.restart()
 
-    def content(self, run: Run, step: int) -> Content:
+    def content(self, run: Run, step: int) -> SaveArguments:
         """This rank's part of a checkpoint of the state after `step` steps."""
         return run.train_step.content(
             step,
@@ -213,7 +213,7 @@ class Saving(Callback):
             self._take_check(run, self._check)
         self._await_removal(run)
 
-    def _note(self, run: Run, path: Place, more: str = "") -> None:
+    def _note(self, run: Run, path: StorageLocation, more: str = "") -> None:
         self.newest = path
         self._written.add(path)
         run.note(f"saved {path}{more}")
@@ -233,10 +233,10 @@ class Saving(Callback):
         mesh, waits = run.mesh, self._background is None
         self.folder.check(mesh)
         found = committed(self.checkpoints) if mesh.rank == 0 else []
-        keys = [Committed(*key) for key in json.loads(mesh.share(json.dumps(found)))]
-        unknown: list[Place] = []
+        keys = [CheckpointName(*key) for key in json.loads(mesh.share(json.dumps(found)))]
+        unknown: list[StorageLocation] = []
 
-        def is_known(path: Place) -> bool:
+        def is_known(path: StorageLocation) -> bool:
             if path not in self._sound and waits:
                 self._judge(run, path, *verified(path, mesh))
             if path not in self._sound:
@@ -263,13 +263,13 @@ class Saving(Callback):
             self._not_removed(run, error)
             return
         if unknown:
-            self._check = Check(unknown[0], mesh, mesh.store)
+            self._check = AsyncVerify(unknown[0], mesh, mesh.store)
         if old and mesh.rank == 0:
-            self._removing = Removing(lambda: _remove_all_but_weights(self.checkpoints, old))
+            self._removing = AsyncRemoval(lambda: _remove_all_but_weights(self.checkpoints, old))
             if waits:
                 self._await_removal(run)
 
-    def _take_check(self, run: Run, check: Check) -> None:
+    def _take_check(self, run: Run, check: AsyncVerify) -> None:
         """Take the outcome of a look at a checkpoint, and go on with removing."""
         self._check = None
         try:
@@ -284,13 +284,15 @@ class Saving(Callback):
     def _not_removed(run: Run, error: CheckpointError) -> None:
         run.note(f"older checkpoints are not removed before the next save: {error}")
 
-    def _judge(self, run: Run, path: Place, checkpoint: Checkpoint | None, problem: str) -> None:
+    def _judge(
+        self, run: Run, path: StorageLocation, checkpoint: Checkpoint | None, problem: str
+    ) -> None:
         """Note whether a checkpoint, None if it has a `problem`, is one to go on from."""
         self._sound[path] = checkpoint is not None and checkpoint.has_state
         if checkpoint is None:
             run.note(f"a damaged checkpoint, which does not count as kept: {problem}")
 
-    def distrust(self, path: Place) -> None:
+    def distrust(self, path: StorageLocation) -> None:
         """A checkpoint does not count as kept any more."""
         self._sound[path] = False
 
@@ -304,14 +306,14 @@ class Saving(Callback):
         self._await_removal(run)
 
 
-def _remove_all_but_weights(root: Place, old: list[Place]) -> list[str]:
+def _remove_all_but_weights(root: StorageLocation, old: list[StorageLocation]) -> list[str]:
     """Remove checkpoints but for those of weights alone, also while another is being saved; returns
     the problems."""
     old = [path for path in old if not _has_weights_alone(path)]
     return remove(root, old, alone=False).problems
 
 
-def _has_weights_alone(path: Place) -> bool:
+def _has_weights_alone(path: StorageLocation) -> bool:
     """Whether nothing but weights was put there; not where it is damaged."""
     try:
         return not Checkpoint.open(path).has_state

@@ -19,7 +19,7 @@ from megapipe.watch.journal import text
 _log = logging.getLogger(__name__)
 
 
-class Callbacks(Callback):
+class CallbackList(Callback):
     """Calls `first`, then those of the `user`, then `last`; closes them in the reverse order.
 
     Validation and saving are `last`, so that the user's have seen a step before it is saved.
@@ -83,7 +83,7 @@ class Callbacks(Callback):
 
     def _each(self, run: Run, hook: str, call: Callable[[Callback], None]) -> None:
         for callback in self._all:
-            run.mesh.journal.does(text(f"{hook} of {type(callback).__name__}"))
+            run.mesh.journal.set_activity(text(f"{hook} of {type(callback).__name__}"))
             with self._blaming(run, hook, callback):
                 call(callback)
 

@@ -14,8 +14,8 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.timing.simulate import simulate
 from megapipe.train.callbacks.callback import Callback, Run, Step
-from megapipe.train.own_times import OwnTimes
-from megapipe.watch.stragglers import Change, Score, Scorer, Stragglers, Window
+from megapipe.train.own_times import ComputeTimes
+from megapipe.watch.stragglers import Change, Score, Scorer, Stragglers, TimingWindow
 
 SETTLING = 5
 """Steps of a start, or of a schedule, that do not count: kernels are compiled, memory is found."""
@@ -29,7 +29,7 @@ class StragglerWatch(Callback):
 
     def __init__(self, mesh: ParallelMesh, every: int) -> None:
         self._every = every if mesh.world > 1 else 0
-        self._own = OwnTimes(mesh.journal.own_time, mesh.device)
+        self._own = ComputeTimes(mesh.journal.own_time, mesh.device)
         self._stragglers = Stragglers()
         self._schedule: Schedule | None = None
         self._settling = SETTLING
@@ -94,10 +94,10 @@ class StragglerWatch(Callback):
 
     def _judge(self, run: Run, first: int) -> None:
         """Score the ranks by a window that begins at step `first`; all of them call it."""
-        own = Window.of(self._own_s) if self._own_s else Window(0.0, 0.0, 0)
+        own = TimingWindow.of(self._own_s) if self._own_s else TimingWindow(0.0, 0.0, 0)
         numbers = [round(1e9 * own.seconds), round(1e9 * own.spread), own.steps]
         windows = [
-            Window(seconds / 1e9, spread / 1e9, steps)
+            TimingWindow(seconds / 1e9, spread / 1e9, steps)
             for seconds, spread, steps in run.mesh.gather_numbers(torch.tensor(numbers)).tolist()
         ]
         known = all(window.steps for window in windows) and self._step_s

@@ -10,7 +10,7 @@ from megapipe.train.callbacks.callback import A_SIGNAL, Callback, Run, Step
 from megapipe.train.totals import Wishes
 
 
-class Telling(Callback):
+class LauncherProgress(Callback):
     """Writes the number of steps that are done into the launcher's file, and stops the run where
     that asks for it."""
 

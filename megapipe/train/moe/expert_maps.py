@@ -20,17 +20,17 @@ from pydantic import JsonValue
 
 from megapipe.checkpoint.manifest import Count
 from megapipe.checkpoint.regions import whole
-from megapipe.checkpoint.stateful import Weights
+from megapipe.checkpoint.stateful import TensorReader
 from megapipe.checkpoint.writer import Piece
 from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.experts.rows import evenly
-from megapipe.experts.shadow import Times
+from megapipe.experts.shadow import ShadowCosts
 from megapipe.layers.moe.experts import expert_layers
-from megapipe.layers.moe.replicas import ExpertPlaces
-from megapipe.layers.moe.specs import placed_name
+from megapipe.layers.moe.replicas import ExpertReplicas
+from megapipe.layers.moe.specs import replica_counts_name
 from megapipe.layout.layout import Layout
-from megapipe.layout.moe.replicas import ranks_of_a_node
+from megapipe.layout.moe.replicas import ep_ranks_per_node
 from megapipe.layout.speeds import known_speeds
 from megapipe.model.interface import StageModule
 from megapipe.optim.optimizer import Optimizer
@@ -42,7 +42,7 @@ from megapipe.train.moe.routing import by_layer
 from megapipe.words import plural, ranges
 
 
-class ExpertMaps(Follower):
+class ExpertRebalancer(Follower):
     """Those of the layers here, `places`, each made by its one of the `policies` every so many
     steps; `experts` has the number of experts of each layer of the model, and is empty where there
     are no copies. With a `migration` owners change instead."""
@@ -55,7 +55,7 @@ class ExpertMaps(Follower):
         experts: Mapping[int, int],
         every: int = 1,
         policies: Mapping[int, Policy] | None = None,
-        places: Mapping[int, ExpertPlaces] | None = None,
+        places: Mapping[int, ExpertReplicas] | None = None,
         migration: Migration | None = None,
     ) -> None:
         self.migration = migration
@@ -74,7 +74,7 @@ class ExpertMaps(Follower):
         layout: Layout,
         modules: Iterable[StageModule],
         optimizer: Optimizer,
-    ) -> ExpertMaps:
+    ) -> ExpertRebalancer:
         """Those of a run. All ranks call it, as that of rank 0 says how fast devices are, and reads
         the pool of owners; raises ConfigError on all where it cannot."""
         if not config.experts.moves:
@@ -95,23 +95,23 @@ class ExpertMaps(Follower):
         """If the step is one after which maps are made, take over others. Returns a line for the
         user if they are others."""
         if self.migration is not None:
-            moved = self.migration.decide(step, routing)
+            moved = self.migration.migrate_if_due(step, routing)
             return _line(step, "experts moved to other ranks", moved) if moved else None
         if not self._experts or (step + 1) % self._every:
             return None
         for layer, _, numbers, _ in by_layer(self._experts, routing):
             self.counts[layer].copy_(torch.tensor(numbers, dtype=torch.int64))
-        before = {layer: places.present for layer, places in self.places.items()}
+        before = {layer: places.map for layer, places in self.places.items()}
         self._make()
-        after = {layer: places.present for layer, places in self.places.items()}
-        copied = {layer: len(set().union(*each.copies)) for layer, each in after.items()}
+        after = {layer: places.map for layer, places in self.places.items()}
+        copied = {layer: len(set().union(*each.replicas)) for layer, each in after.items()}
         return None if after == before else _line(step, "experts with copies", copied)
 
     def _make(self) -> None:
         for layer, places in self.places.items():
-            totals, present = self.counts[layer].tolist(), places.present
+            totals, present = self.counts[layer].tolist(), places.map
             rows = evenly(totals, present.ranks)
-            places.take(self._policies[layer](present, rows, totals))
+            places.set_map(self._policies[layer](present, rows, totals))
 
     def state(self) -> JsonValue:
         """The owners of experts that have moved; None where none has."""
@@ -127,19 +127,19 @@ class ExpertMaps(Follower):
         """Yield the choices by which the maps were made."""
         for layer, counts in self.counts.items():
             shape = tuple(counts.shape)
-            yield Piece(placed_name(layer), shape, whole(shape), counts)
+            yield Piece(replica_counts_name(layer), shape, whole(shape), counts)
 
     def entries(self) -> list[str]:
         """Return the names of their entries."""
-        return [placed_name(layer) for layer in self.counts]
+        return [replica_counts_name(layer) for layer in self.counts]
 
-    def read(self, weights: Weights, names: Collection[str]) -> None:
+    def read(self, weights: TensorReader, names: Collection[str]) -> None:
         """Make the maps of the choices that are among the `names` of what is there, and those of
         the beginning where none are. All ranks call it. Raises CheckpointError."""
         for layer, counts in self.counts.items():
             counts.zero_()
-            if placed_name(layer) in names:
-                weights.read_into(counts, placed_name(layer), whole(tuple(counts.shape)))
+            if replica_counts_name(layer) in names:
+                weights.read_into(counts, replica_counts_name(layer), whole(tuple(counts.shape)))
         self._make()
 
 
@@ -154,10 +154,10 @@ def _policies(
 ) -> dict[int, Policy]:
     """Of each layer."""
     if config.experts.policy == "balance":
-        return dict.fromkeys(layers, by_balance(ranks_of_a_node(config)))
-    told: dict[int, Times] = {}
+        return dict.fromkeys(layers, by_balance(ep_ranks_per_node(config)))
+    told: dict[int, ShadowCosts] = {}
     if mesh.rank == 0:
         speeds, units = known_speeds(config), Units(config, layout)
         told = {n: Costs.of(units, speeds, n).times for n in layout.model.experts()}
     times = json.loads(mesh.share(json.dumps(told)))
-    return {n: by_shadows(Times(*times[str(n)])) for n in layers}
+    return {n: by_shadows(ShadowCosts(*times[str(n)])) for n in layers}

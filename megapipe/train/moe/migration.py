@@ -21,7 +21,7 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import ConfigError
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool import migrate
-from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.layout.layout import Layout
 from megapipe.layout.moe.replicas import pools_of
 from megapipe.layout.speeds import known_speeds
@@ -36,7 +36,7 @@ Owners = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class OwnerChoice:
     """Of a layer: what it chooses among, and the price of that."""
 
     pool: Sequence[ExpertMap]
@@ -52,9 +52,9 @@ class Migration:
         self,
         optimizer: Optimizer,
         begin: Mapping[int, ExpertMap],
-        choices: Mapping[int, Choice],
+        choices: Mapping[int, OwnerChoice],
         every: int,
-        places: Mapping[int, ExpertPlaces],
+        places: Mapping[int, ExpertReplicas],
     ) -> None:
         self.present = dict(begin)
         """By layer, the maps in force."""
@@ -68,7 +68,7 @@ class Migration:
         config: Config,
         layout: Layout,
         optimizer: Optimizer,
-        places: Mapping[int, ExpertPlaces],
+        places: Mapping[int, ExpertReplicas],
     ) -> Migration:
         """That of a run. All ranks call it. Raises ConfigError on all where the first one cannot
         read the pool."""
@@ -76,7 +76,7 @@ class Migration:
         choices = _shared(config, layout, optimizer.mesh)
         return cls(optimizer, begin, choices, config.experts.replan, places)
 
-    def decide(self, step: int, told: Sequence[float]) -> dict[int, int]:
+    def migrate_if_due(self, step: int, told: Sequence[float]) -> dict[int, int]:
         """After the update of a step, counted from 0, of which all ranks together have `told`: if
         it is one after which owners are chosen, let experts move. Returns by layer how many have;
         all ranks call it."""
@@ -98,7 +98,7 @@ class Migration:
         self.present |= after
         for layer, present in after.items():
             if layer in self._places:
-                self._places[layer].take(present)
+                self._places[layer].set_map(present)
 
     @property
     def owners(self) -> Owners:
@@ -128,12 +128,12 @@ def _moved(before: Sequence[int], after: Sequence[int]) -> int:
 def _stored(owners: Sequence[int] | None, experts: int, ranks: int) -> ExpertMap:
     begin = ExpertMap.even(experts, ranks)
     try:
-        return begin if owners is None else ExpertMap(tuple(owners), begin.copies)
+        return begin if owners is None else ExpertMap(tuple(owners), begin.replicas)
     except ConfigError:  # they are of other ranks
         return begin
 
 
-def _shared(config: Config, layout: Layout, mesh: ParallelMesh) -> dict[int, Choice]:
+def _shared(config: Config, layout: Layout, mesh: ParallelMesh) -> dict[int, OwnerChoice]:
     """The choices of the first rank, which reads the pool and knows its device, on all ranks."""
     text, error = "", None
     if mesh.rank == 0:
@@ -145,7 +145,7 @@ def _shared(config: Config, layout: Layout, mesh: ParallelMesh) -> dict[int, Cho
     if error is not None:
         raise ConfigError(error)
     return {
-        int(layer): Choice([ExpertMap.stored(each) for each in pool], worth)
+        int(layer): OwnerChoice([ExpertMap.stored(each) for each in pool], worth)
         for layer, (pool, worth) in json.loads(mesh.share(text)).items()
     }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megapipe.layers.moe.routing import LOAD
-from megapipe.layers.moe.specs import NUMBERS
+from megapipe.layers.moe.specs import NUM_STATS
 from megapipe.layers.scratch import Scratch
 from megapipe.observe.routing_record import RoutingRecord
 
@@ -37,12 +37,12 @@ def by_layer(
     """Each layer, its first numbers, the choices of each of its experts, and those of them that the
     balance term of the next step counts, of :func:`summed_loads` one after the other. The last are
     the same where no others are told."""
-    kinds, left = divmod(len(values) - NUMBERS * len(experts), sum(experts.values()))
+    kinds, left = divmod(len(values) - NUM_STATS * len(experts), sum(experts.values()))
     assert kinds in (1, 2)
     assert not left
     start = 0
     for layer, count in experts.items():
-        begin, end = start + NUMBERS, start + NUMBERS + kinds * count
+        begin, end = start + NUM_STATS, start + NUM_STATS + kinds * count
         yield layer, values[start:begin], values[begin : begin + count], values[end - count : end]
         start = end
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.regions import whole
-from megapipe.checkpoint.stateful import Weights
+from megapipe.checkpoint.stateful import TensorReader
 from megapipe.checkpoint.writer import Piece
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.specs import bias_name, counts_name
 from megapipe.model.interface import StageModule
 from megapipe.ops.transfer import to_device
@@ -51,7 +51,10 @@ class RoutingState(Follower):
         self._rate = bias_rate
         self._first_only = first_only
         self._layers = [
-            module for stage in stages for module in stage.modules() if isinstance(module, Experts)
+            module
+            for stage in stages
+            for module in stage.modules()
+            if isinstance(module, RoutedExperts)
         ]
         biased = {} if bias_rate is None else experts
         self.biases = {layer: torch.zeros(n, dtype=dtype) for layer, n in biased.items()}
@@ -65,30 +68,32 @@ class RoutingState(Follower):
 
     def after_update(self, step: int, routing: Sequence[float]) -> None:
         """Move by the choices of the step."""
-        self.move(routing)
+        self.update(routing)
 
     def figures(self) -> dict[str, float]:
         """Return the largest size of a bias, if there are some."""
         largest = self.largest_bias
         return {} if largest is None else {"largest_bias": largest}
 
-    def move(self, told: Sequence[float]) -> None:
+    def update(self, told: Sequence[float]) -> None:
         """After the update of a step of which all ranks together have `told`."""
         self._move(told, self._experts)
         self._hand_out()
 
-    def move_ahead(self, known: Iterable[tuple[Collection[int], Sequence[float]]]) -> None:
+    def update_speculatively(
+        self, known: Iterable[tuple[Collection[int], Sequence[float]]]
+    ) -> None:
         """After an update that may be undone, with layers here and what is told of their choices by
         all who have them."""
         for layers, told in known:
             self._move(told, layers)
         self._hand_out()
 
-    def keep(self) -> None:
-        """Keep what there is for :meth:`undo` or :meth:`confirm`."""
+    def snapshot(self) -> None:
+        """Keep what there is for :meth:`restore` or :meth:`confirm`."""
         self._kept = [values.clone() for _, values in self._named()]
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Take back what has moved ahead."""
         self._put_back()
         self._hand_out()
@@ -135,11 +140,11 @@ class RoutingState(Follower):
         """Return the names of their entries."""
         return [name for name, _ in self._named()]
 
-    def read_weights(self, weights: Weights) -> None:
+    def read_weights(self, weights: TensorReader) -> None:
         """Take over biases."""
         self.read(weights, ())
 
-    def read(self, weights: Weights, names: Collection[str]) -> None:
+    def read(self, weights: TensorReader, names: Collection[str]) -> None:
         """Take over biases, which belong to the weights, and counts if they are among the `names`
         of what is there; else choices are taken as spread evenly. Raises CheckpointError."""
         for layer, bias in self.biases.items():

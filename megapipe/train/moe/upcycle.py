@@ -15,8 +15,8 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megapipe.checkpoint.regions import Region
-from megapipe.checkpoint.stateful import Weights
-from megapipe.checkpoint.storage import Place
+from megapipe.checkpoint.stateful import TensorReader
+from megapipe.checkpoint.storage import StorageLocation
 from megapipe.cli import flatten
 from megapipe.config.config import Config
 from megapipe.errors import CheckpointError
@@ -30,12 +30,12 @@ class Upcycled:
     """Dense `weights` as a run with experts reads them, in the place of a checkpoint that has
     weights alone. Make one with :meth:`of`."""
 
-    weights: Weights
+    weights: TensorReader
     config: Mapping[str, JsonValue]
     """The keys of the dense model, with those of the run for its experts."""
 
     @classmethod
-    def of(cls, weights: Weights, config: Config) -> Upcycled:
+    def of(cls, weights: TensorReader, config: Config) -> Upcycled:
         """Raises CheckpointError where `weights` have experts or an MLP of another width."""
         stored, run = weights.config, flatten(config)
         if (experts := stored.get("model.moe.experts")) is not None:
@@ -53,7 +53,7 @@ class Upcycled:
         return cls(weights, {**stored, **own})
 
     @property
-    def path(self) -> Place:
+    def path(self) -> StorageLocation:
         """Where the dense weights are."""
         return self.weights.path
 

@@ -35,7 +35,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.storage import Place
+from megapipe.checkpoint.storage import StorageLocation
 from megapipe.cli import flatten
 from megapipe.config import strict_yaml
 from megapipe.config.config import Config
@@ -68,7 +68,7 @@ class Change:
 class Changes:
     """Lines to print, and whether samples are to be counted from 0 again."""
 
-    told: tuple[Change, ...] = ()
+    to_report: tuple[Change, ...] = ()
     data_anew: bool = False
 
 
@@ -137,7 +137,9 @@ def _weights(mixture: str) -> list[tuple[str, Any]]:
     return [(name, source["weight"]) for name, source in json.loads(mixture).items()]
 
 
-def check_weights(path: Place, stored: Mapping[str, JsonValue], config: Config) -> Changes:
+def check_weights(
+    path: StorageLocation, stored: Mapping[str, JsonValue], config: Config
+) -> Changes:
     """Check that weights at `path`, of which `stored` has the keys of the model, are of the run's;
     returns how it goes on otherwise, as with another balance of experts.
 
@@ -167,7 +169,7 @@ def check_weights(path: Place, stored: Mapping[str, JsonValue], config: Config) 
     return Changes(tuple(change for change in changes if change.key in told))
 
 
-def _adapters(path: Place, changes: Iterable[Change]) -> CheckpointError | None:
+def _adapters(path: StorageLocation, changes: Iterable[Change]) -> CheckpointError | None:
     """The error where one of a checkpoint and a run has adapters, and the other has none."""
     change = next((each for each in changes if each.key == ADAPTERS), None)
     if change is not None and change.stored is None:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from megapipe.checkpoint.failed import FailedCheckpoints
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.names import Committed
+from megapipe.checkpoint.names import CheckpointName
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.cli import flatten
 from megapipe.config.checkpoint import CheckpointConfig
 from megapipe.config.config import Config
-from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.train.resume.find import (
@@ -26,18 +26,18 @@ from megapipe.train.resume.find import (
     placed,
     verified,
 )
-from megapipe.train.resume.memory_copies import MemoryCopies, run_of
-from megapipe.train.source import Source, folder_to_load, of_load
+from megapipe.train.resume.memory_copies import MemoryCheckpoints, run_of
+from megapipe.train.source import StartPoint, folder_to_load, of_load
 
 
-def choose(
+def choose_start_point(
     config: Config,
-    checkpoints: Place,
+    checkpoints: StorageLocation,
     mesh: ParallelMesh,
     *,
     before: int | None = None,
-    memory: MemoryCopies | None = None,
-) -> Source:
+    memory: MemoryCheckpoints | None = None,
+) -> StartPoint:
     """The newest checkpoint in `checkpoints` that is intact, or a newer one in the `memory` of the
     nodes, else ``checkpoint.load``, else weights that are in `checkpoints` alone.
 
@@ -73,7 +73,7 @@ def choose(
     if memory is not None:
         memory.forget(-1 if found.checkpoint is None else found.checkpoint.step)
     if found.checkpoint is not None:
-        return Source(
+        return StartPoint(
             found.checkpoint,
             is_own=True,
             skipped=found.skipped,
@@ -89,7 +89,7 @@ def choose(
             f"{where}{checkpoints}: no checkpoint to resume from{reasons}; "
             + (advice if reasons else "expected one, or auto")
         )
-    source = Source(skipped=found.skipped)
+    source = StartPoint(skipped=found.skipped)
     if config.checkpoint.load is not None:
         try:
             _begin_from(config, source, mesh)
@@ -103,7 +103,7 @@ def choose(
 class _Copies(NamedTuple):
     """Where to look for copies in memory: those of a run, of less than `below` steps if given."""
 
-    memory: MemoryCopies
+    memory: MemoryCheckpoints
     run: str
     below: int | None
 
@@ -115,14 +115,17 @@ class _Copies(NamedTuple):
 
 
 def _newest_of_all(
-    folder: Place, mesh: ParallelMesh, failed: Collection[Place], copies: _Copies | None
+    folder: StorageLocation,
+    mesh: ParallelMesh,
+    failed: Collection[StorageLocation],
+    copies: _Copies | None,
 ) -> Newest:
     """:func:`newest_intact`, or a copy in memory that is newer; files in `folder` are not read
     where their names tell that it is."""
     skipped: list[str] = []
     if copies is not None:
         path = newest_of(folder, {*failed}, [], mesh)
-        key = None if path is None else Committed.parsed(path.name)
+        key = None if path is None else CheckpointName.parsed(path.name)
         copy = copies.newest(-1 if key is None else key.step, skipped)
         if copy is not None:
             return Newest(copy, skipped, False)
@@ -135,7 +138,7 @@ def _newest_of_all(
     return found
 
 
-def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
+def _begin_from(config: Config, source: StartPoint, mesh: ParallelMesh) -> None:
     """Set what ``checkpoint.load`` names, which rank 0 looks up, as the start of a run."""
     text, error = "", None
     if mesh.rank == 0:
@@ -143,7 +146,7 @@ def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
             text = " ".join(map(str, folder_to_load(config)))
         except MegapipeError as raised:
             error = raised
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)
     kind, _, name = mesh.share(text).partition(" ")
     if kind == "hugging_face":
         source.take(open_hugging_face(Path(name), mesh), config)
@@ -152,7 +155,7 @@ def _begin_from(config: Config, source: Source, mesh: ParallelMesh) -> None:
 
 
 def _intact(
-    kind: str, path: Place, config: Config, source: Source, mesh: ParallelMesh
+    kind: str, path: StorageLocation, config: Config, source: StartPoint, mesh: ParallelMesh
 ) -> Checkpoint:
     """The checkpoint at `path`, or the newest of the run there; `source` is told what was passed
     over."""
@@ -171,17 +174,17 @@ def _intact(
     return checkpoint
 
 
-def find_weights(name: str, mesh: ParallelMesh) -> Source:
+def find_weights(name: str, mesh: ParallelMesh) -> StartPoint:
     """Find the weights that `name` stands for, as in ``checkpoint.load``; they must be intact.
 
     Raises :class:`CheckpointError` or :class:`ConfigError` on every rank.
     """
-    source = Source()
+    source = StartPoint()
     _begin_from(Config(checkpoint=CheckpointConfig(load=name, load_only="weights")), source, mesh)
     return source
 
 
-def _failed(folder: Place, before: int, mesh: ParallelMesh) -> FailedCheckpoints:
+def _failed(folder: StorageLocation, before: int, mesh: ParallelMesh) -> FailedCheckpoints:
     """Checkpoints that rank 0 finds marked, after it has marked those of `before` steps or more;
     0: none."""
     failed, error = FailedCheckpoints(folder), None
@@ -193,5 +196,5 @@ def _failed(folder: Place, before: int, mesh: ParallelMesh) -> FailedCheckpoints
                     failed.add(key.name)
         except CheckpointError as problem:
             error = problem
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)
     return FailedCheckpoints(folder, json.loads(mesh.share(json.dumps(failed.names))))

@@ -11,7 +11,7 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.errors import CheckpointError
 
 
-class Coordinates(BaseModel):
+class ResumePoint(BaseModel):
     """Where a run is, by its checkpoint. Other keys are of members of the run's state
     (:class:`~megapipe.checkpoint.stateful.Stateful`), or of a later version."""
 
@@ -28,7 +28,7 @@ class Coordinates(BaseModel):
     """Threads of a process; 0 where a checkpoint does not say."""
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Coordinates:
+    def of(cls, checkpoint: Checkpoint) -> ResumePoint:
         """Read the coordinates of a checkpoint. Raises :class:`CheckpointError`."""
         stored = {"updates": checkpoint.step, **checkpoint.manifest.coordinates}
         try:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megapipe.checkpoint.names import MANIFEST
-from megapipe.checkpoint.reader import Checkpoint, Found, find_newest
-from megapipe.checkpoint.storage import Place, at, place_of
+from megapipe.checkpoint.reader import Checkpoint, NewestCheckpoint, find_newest
+from megapipe.checkpoint.storage import StorageLocation, at, place_of
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.convert.folder import HuggingFaceFolder, read_model
-from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import CheckpointError, MegapipeError, StorageError
 from megapipe.train.run_folder import patience_s
@@ -23,7 +23,7 @@ _UNREAD = "it may be intact, so it is neither passed over nor removed"
 """The end of a sentence on a checkpoint that cannot be read."""
 
 
-def placed(name: Path | str, config: Config, mesh: ParallelMesh) -> Place:
+def placed(name: Path | str, config: Config, mesh: ParallelMesh) -> StorageLocation:
     """The place of a path or a URL; raises on every rank where one lacks what a URL needs."""
     if isinstance(name, Path) or not is_remote(name):
         return Path(name)
@@ -32,7 +32,7 @@ def placed(name: Path | str, config: Config, mesh: ParallelMesh) -> Place:
         place = place_of(name, what="URL", patience_s=patience_s(config))
     except MegapipeError as problem:
         error = problem
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)
     assert place is not None
     return place
 
@@ -65,7 +65,9 @@ class Newest(NamedTuple):
     """The newest of weights alone that is intact, of those that are newer."""
 
 
-def newest_intact(folder: Place, mesh: ParallelMesh, but: Collection[Place] = ()) -> Newest:
+def newest_intact(
+    folder: StorageLocation, mesh: ParallelMesh, but: Collection[StorageLocation] = ()
+) -> Newest:
     """The newest checkpoint in `folder` that :func:`verified` finds nothing wrong with, of all
     `but` some, and one of weights alone that is newer. Raises :class:`CheckpointError` on every
     rank where one cannot be read."""
@@ -85,10 +87,10 @@ def newest_intact(folder: Place, mesh: ParallelMesh, but: Collection[Place] = ()
 
 
 def newest_of(
-    checkpoints: Place, skip: set[Place], skipped: list[str], mesh: ParallelMesh
-) -> Place | None:
+    checkpoints: StorageLocation, skip: set[StorageLocation], skipped: list[str], mesh: ParallelMesh
+) -> StorageLocation | None:
     """The newest checkpoint that rank 0 finds; `skipped` gets why it passed over others."""
-    found = Found(None, [])
+    found = NewestCheckpoint(None, [])
     error: MegapipeError | None = None
     if mesh.rank == 0:
         try:
@@ -97,14 +99,14 @@ def newest_of(
             error = StorageError(f"{problem}; {_UNREAD}")
         except MegapipeError as problem:
             error = problem
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)
     own = "" if found.path is None else found.path.name
     name, reasons = json.loads(mesh.share(json.dumps([own, found.skipped])))
     skipped += [reason for reason in reasons if reason not in skipped]
     return checkpoints / name if name else None
 
 
-def verified(path: Place, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
+def verified(path: StorageLocation, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
     """The checkpoint if it is whole and its values are finite, else why not. Each rank reads its
     share of the files. Raises :class:`CheckpointError` on every rank if one cannot read them."""
     checkpoint, error, unread = None, None, None
@@ -114,7 +116,7 @@ def verified(path: Place, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
         unread = StorageError(f"{problem}; {_UNREAD}")
     except CheckpointError as problem:
         error = str(problem)
-    all_or_none(mesh, unread)
+    raise_on_all(mesh, unread)
     first = mesh.agree(error)
     return (checkpoint, "") if first is None else (None, first)
 
@@ -128,13 +130,13 @@ def open_hugging_face(path: Path, mesh: ParallelMesh) -> HuggingFaceFolder:
             text = f"{model_type} {model.model_dump_json()}"
     except MegapipeError as problem:
         error = problem
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)
     model_type, _, fields = mesh.share(text).partition(" ")
     try:
         model = ModelConfig.model_validate_json(fields)
         folder = HuggingFaceFolder.of(path, model_type, model)
     except MegapipeError as problem:
         error = problem
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)
     assert folder is not None
     return folder

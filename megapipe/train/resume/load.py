@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.stateful import Weights
-from megapipe.distributed.agreement import all_or_none
+from megapipe.checkpoint.stateful import TensorReader
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import MegapipeError
 from megapipe.train import checkpoint_io
 from megapipe.train.moe.upcycle import without_source
-from megapipe.train.resume.memory_copies import MemoryCopies
+from megapipe.train.resume.memory_copies import MemoryCheckpoints
 from megapipe.train.state import RunState
 
 
@@ -19,7 +19,7 @@ def load(
     checkpoint: Checkpoint,
     state: RunState,
     mesh: ParallelMesh,
-    memory: MemoryCopies | None = None,
+    memory: MemoryCheckpoints | None = None,
 ) -> None:
     """Set weights and states to the checkpoint's, which may be a copy in `memory`. Raises on every
     rank if it does not fit."""
@@ -27,7 +27,7 @@ def load(
     if memory is not None:
         state.prepare(checkpoint)
         needed = checkpoint_io.files_needed(machine.optimizer, checkpoint, state.entries())
-        memory.bring(checkpoint, needed)
+        memory.fetch(checkpoint, needed)
     try:
         model, states = machine.layout.model, machine.optimizer.rule.states
         shapes = model.weights()
@@ -37,12 +37,12 @@ def load(
         state.take_over(checkpoint)
     except MegapipeError as problem:
         error = problem
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)
     if memory is not None:
         memory.release()
 
 
-def load_weights(weights: Weights, state: RunState, mesh: ParallelMesh) -> None:
+def load_weights(weights: TensorReader, state: RunState, mesh: ParallelMesh) -> None:
     """Set the weights alone; adapters, where `weights` have none, begin afresh, and so do routers
     of experts that are copies. Raises on every rank if they do not fit."""
     machine = state.machine
@@ -59,4 +59,4 @@ def load_weights(weights: Weights, state: RunState, mesh: ParallelMesh) -> None:
         state.read_weights(weights)
     except MegapipeError as problem:
         error = problem
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from megapipe.checkpoint.find import OF_A_RUN, latest_run
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST
-from megapipe.checkpoint.storage import Place, at, place_of
+from megapipe.checkpoint.storage import StorageLocation, at, place_of
 from megapipe.convert.source import CONFIG
 from megapipe.errors import CheckpointError
 from megapipe.util.paths import LATEST, is_folder
@@ -18,14 +18,14 @@ Kind = Literal["checkpoint", "checkpoints", "hugging_face"]
 """A checkpoint, a folder of several, or a folder of Hugging Face's."""
 
 
-class Located(NamedTuple):
+class LoadPath(NamedTuple):
     """A folder, and what it is."""
 
     kind: Kind
-    path: Place
+    path: StorageLocation
 
 
-def located(name: str, runs: Place, *, patience_s: float = LIMIT_S) -> Located:
+def find_load_path(name: str, runs: StorageLocation, *, patience_s: float = LIMIT_S) -> LoadPath:
     """The folder that `name` stands for; `runs` is where `latest` looks. Nothing in it is opened.
 
     Requests to a store that a URL names are repeated for `patience_s`.
@@ -36,7 +36,7 @@ def located(name: str, runs: Place, *, patience_s: float = LIMIT_S) -> Located:
         root = latest_run(runs)
         if root is None:
             raise CheckpointError(f"{LATEST}: no run in {runs} has a checkpoint")
-        return Located("checkpoints", root)
+        return LoadPath("checkpoints", root)
     path = place_of(name, what="URL", patience_s=patience_s)
     if isinstance(path, Path) and not is_folder(path):
         raise CheckpointError(
@@ -44,14 +44,14 @@ def located(name: str, runs: Place, *, patience_s: float = LIMIT_S) -> Located:
             f"Face's, or {LATEST}"
         )
     if at(path / MANIFEST).exists():
-        return Located("checkpoint", path)
+        return LoadPath("checkpoint", path)
     for folder in (path / OF_A_RUN, path):
         if committed(folder):
-            return Located("checkpoints", folder)
+            return LoadPath("checkpoints", folder)
     if not isinstance(path, Path):
         raise CheckpointError(f"{name}: neither a checkpoint nor the folder of a run's")
     if at(path / CONFIG).exists():
-        return Located("hugging_face", path)
+        return LoadPath("hugging_face", path)
     raise CheckpointError(
         f"{name} is neither a checkpoint ({MANIFEST}), nor a run folder ({OF_A_RUN}/), nor a "
         f"folder of Hugging Face's ({CONFIG})"

@@ -23,9 +23,9 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from megapipe.checkpoint.generations import (
-    Facts,
-    Generation,
+    MemoryCheckpointName,
     NodeFolder,
+    PartialManifest,
     files_of,
     read_facts,
     receipts,
@@ -35,19 +35,19 @@ from megapipe.checkpoint.generations import (
 )
 from megapipe.checkpoint.manifest import Manifest, Receipt
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.checkpoint.writer import SHARD_BYTES, described, together, write
+from megapipe.checkpoint.writer import SHARD_BYTES, described, run_on_all, write
 from megapipe.config.config import Config
-from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.distributed.file_exchange import exchange_files
 from megapipe.distributed.mesh import AXES, ParallelMesh
-from megapipe.distributed.nodes import Nodes, lane_of
+from megapipe.distributed.nodes import Nodes, cross_node_axis
 from megapipe.errors import CheckpointError, ConfigError, LaunchError
 from megapipe.plan.memory import COPIES_KEPT
-from megapipe.train.state import Content
+from megapipe.train.state import SaveArguments
 from megapipe.util.processes import machine
 
 
-class MemoryCopies:
+class MemoryCheckpoints:
     """The copies of one run. `folder` is this node's; all methods are to be called by all ranks."""
 
     def __init__(self, folder: Path, mesh: ParallelMesh) -> None:
@@ -58,7 +58,7 @@ class MemoryCopies:
         self._node = self.nodes.of_rank[mesh.rank]
         self._index = self.nodes.local_index(mesh.rank)
         self._leads = self._index == 0
-        self._lane = lane_of(mesh, self.nodes)
+        self._lane = cross_node_axis(mesh, self.nodes)
         self._where: dict[str, list[int]] = {}
         """On rank 0: the nodes that have a file of the copy that was taken up."""
         self._brought: list[Path] = []
@@ -68,7 +68,7 @@ class MemoryCopies:
     def check_room(self, parts: Sequence[int]) -> int:
         """Bytes that the node's copies take at most, where rank i writes `parts[i]` bytes. Raises
         CheckpointError on all ranks where a node has no room for its own."""
-        kept = {self._node, self.nodes.before(self._node)}
+        kept = {self._node, self.nodes.backup_source(self._node)}
         need = COPIES_KEPT * sum(parts[rank] for node in kept for rank in self.nodes.ranks(node))
 
         def look() -> None:
@@ -93,16 +93,16 @@ class MemoryCopies:
                 work()
         except (CheckpointError, OSError) as problem:
             error = CheckpointError(described(problem))
-        all_or_none(self._mesh, error)
+        raise_on_all(self._mesh, error)
 
-    def save(self, content: Content) -> None:
+    def save(self, content: SaveArguments) -> None:
         """Copy the state. Raises CheckpointError on all ranks where one cannot; earlier copies are
         then as they were."""
-        facts = Facts.of(content.step, content.meta, self._mesh.world)
+        facts = PartialManifest.of(content.step, content.meta, self._mesh.world)
         text = self._mesh.share(f"{secrets.token_hex(8)} {facts.model_dump_json()}")
         attempt, _, facts_text = text.partition(" ")
-        facts = Facts.model_validate_json(facts_text)
-        generation = Generation(content.step, attempt)
+        facts = PartialManifest.model_validate_json(facts_text)
+        generation = MemoryCheckpointName(content.step, attempt)
         newest = self._folder.generations()[:1] if self._leads else []
         phases = (
             lambda: self._folder.keep(lambda each: each in newest) if self._leads else None,
@@ -112,13 +112,15 @@ class MemoryCopies:
         )
         try:
             for phase in phases:
-                together(self._mesh, phase)
+                run_on_all(self._mesh, phase)
         except Exception:
             if self._leads:
                 self._folder.remove(generation)
             raise
 
-    def _write(self, generation: Generation, content: Content, facts: Facts) -> None:
+    def _write(
+        self, generation: MemoryCheckpointName, content: SaveArguments, facts: PartialManifest
+    ) -> None:
         staging, rank = self._folder.staging(generation), self._mesh.rank
         staging.mkdir(exist_ok=True)
         if self._leads:
@@ -126,13 +128,13 @@ class MemoryCopies:
         given = (content.step, content.pieces, content.meta, rank, SHARD_BYTES)
         write(staging, *given, weights_apart=True)
 
-    def _send(self, generation: Generation) -> None:
+    def _send(self, generation: MemoryCheckpointName) -> None:
         """Send the next node the files of this rank, and of those of the node that have no lane."""
         if self._lane.group is None:
             return
         staging, nodes = self._folder.staging(generation), self.nodes
         own = nodes.ranks(self._node)[self._index :: nodes.lanes]
-        after = next(node for node in range(nodes.count) if nodes.before(node) == self._node)
+        after = next(node for node in range(nodes.count) if nodes.backup_source(node) == self._node)
         files = [path for rank in own for path in files_of(staging, rank)]
         exchange_files(self._lane, {self._member(after): files}, staging)
 
@@ -153,14 +155,14 @@ class MemoryCopies:
         `below`; and a line for each file or copy that is not.
 
         `run` is the run's folder and name, as in the configuration. Files that the node lacks have
-        to be brought (:meth:`bring`) before they are read.
+        to be brought (:meth:`fetch`) before they are read.
         """
         reasons: list[str] = []
         own = [each.name for each in self._folder.generations()] if self._leads else []
         names = {name for text in self._gather(json.dumps(own)) for name in json.loads(text)}
         text = self._mesh.share(json.dumps(sorted(names, reverse=True)))  # the step comes first
         for name in json.loads(text):
-            generation = Generation.named(name)
+            generation = MemoryCheckpointName.named(name)
             assert generation is not None, name
             if generation.step > above and (below is None or generation.step < below):
                 checkpoint = self._take_up(generation, run, reasons)
@@ -168,7 +170,9 @@ class MemoryCopies:
                     return checkpoint, reasons
         return None, reasons
 
-    def _take_up(self, generation: Generation, run: str, reasons: list[str]) -> Checkpoint | None:
+    def _take_up(
+        self, generation: MemoryCheckpointName, run: str, reasons: list[str]
+    ) -> Checkpoint | None:
         """The copy, if it is whole; its `reasons` are told else, and files that are damaged."""
         folder, mesh = self._folder.path(generation), self._mesh
         texts = self._gather(_told(folder) if self._leads else "{}")
@@ -229,7 +233,7 @@ class MemoryCopies:
     def _at(self, checkpoint: Checkpoint) -> Path:
         return self._folder.root / checkpoint.path.name
 
-    def bring(self, checkpoint: Checkpoint, needed: set[str]) -> None:
+    def fetch(self, checkpoint: Checkpoint, needed: set[str]) -> None:
         """Bring what this rank needs of the copy that :meth:`newest` has found to its node.
 
         Raises LaunchError on all ranks where that fails; the copy is then given up.
@@ -284,7 +288,9 @@ class MemoryCopies:
         return texts
 
 
-def memory_copies(config: Config, folder: Path | None, mesh: ParallelMesh) -> MemoryCopies | None:
+def memory_copies(
+    config: Config, folder: Path | None, mesh: ParallelMesh
+) -> MemoryCheckpoints | None:
     """The copies of a run whose launcher has made a `folder`; None if it keeps none.
 
     Raises :class:`ConfigError` on all ranks where some launcher has made none.
@@ -295,13 +301,13 @@ def memory_copies(config: Config, folder: Path | None, mesh: ParallelMesh) -> Me
             f"checkpoint.memory_every={every} needs a folder that a launcher makes in memory: "
             "expected python -m megapipe.launch --restarts N, and a /dev/shm to write to, or 0"
         )
-    all_or_none(mesh, error)
+    raise_on_all(mesh, error)
     if folder is None:
         return None
     if not every:  # an earlier start may have had another configuration
         NodeFolder(folder).keep(lambda _: False)
         return None
-    return MemoryCopies(folder, mesh)
+    return MemoryCheckpoints(folder, mesh)
 
 
 def _told(folder: Path) -> str:
@@ -320,7 +326,9 @@ def _told(folder: Path) -> str:
 def _merged(texts: Sequence[str], run: str) -> Manifest:
     """The manifest of what nodes have told. Raises CheckpointError."""
     told = [json.loads(text) for text in texts]
-    facts = [Facts.model_validate_json(each["facts"]) for each in told if each.get("facts")]
+    facts = [
+        PartialManifest.model_validate_json(each["facts"]) for each in told if each.get("facts")
+    ]
     if not facts:
         raise CheckpointError("no node has its facts")
     if run != run_of(facts[0].config):

@@ -17,17 +17,17 @@ import json
 
 from megapipe.checkpoint.failed import FailedCheckpoints
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.names import Committed
+from megapipe.checkpoint.names import CheckpointName
 from megapipe.checkpoint.reader import Checkpoint
-from megapipe.distributed.agreement import all_or_none
+from megapipe.distributed.agreement import raise_on_all
 from megapipe.errors import CheckpointError
 from megapipe.train.callbacks.callback import Run
-from megapipe.train.callbacks.saving import Saving
-from megapipe.train.judge import ADVICE, Unsound
+from megapipe.train.callbacks.saving import Checkpointing
+from megapipe.train.judge import ADVICE, BadStep
 from megapipe.train.resume.find import newest_intact
 from megapipe.train.resume.load import load
-from megapipe.util.left_out import LeftOut
-from megapipe.words import counted
+from megapipe.util.left_out import SkippedSamples
+from megapipe.words import count_noun
 
 
 class Rewinding:
@@ -37,7 +37,9 @@ class Rewinding:
     optimizer as they were.
     """
 
-    def __init__(self, saving: Saving, failed: FailedCheckpoints, begun: Checkpoint | None) -> None:
+    def __init__(
+        self, saving: Checkpointing, failed: FailedCheckpoints, begun: Checkpoint | None
+    ) -> None:
         self._saving = saving
         self._failed = failed
         self._begun = begun
@@ -46,7 +48,7 @@ class Rewinding:
         self._times = 0
         """... and how often in a row it went back."""
 
-    def go_back(self, run: Run, problem: Unsound) -> int:
+    def go_back(self, run: Run, problem: BadStep) -> int:
         """Take the run back, on all ranks; returns the steps that its checkpoint has.
 
         Raises `problem`, or one that says more, where the run is not to go back, there is no
@@ -65,9 +67,9 @@ class Rewinding:
         checkpoint, skipped = self._chosen(run, problem)
         step = run.train_step
         first = max(checkpoint.step, problem.step + 1 - run.config.numbers.leave_out)
-        start = step.left_out.number(step.samples(first))
-        stop = step.left_out.number(step.samples(problem.step + 1) - 1) + 1
-        step.left_out = step.left_out.with_(LeftOut(((start, stop),)))
+        start = step.left_out.number_after(step.samples(first))
+        stop = step.left_out.number_after(step.samples(problem.step + 1) - 1) + 1
+        step.left_out = step.left_out.union(SkippedSamples(((start, stop),)))
         load(checkpoint, step.state, run.mesh)
         for reason in skipped:
             run.note(f"passed over a damaged checkpoint: {reason}")
@@ -80,7 +82,7 @@ class Rewinding:
         run.callbacks.after_rewind(run, checkpoint.step)
         return checkpoint.step
 
-    def _chosen(self, run: Run, problem: Unsound) -> tuple[Checkpoint, list[str]]:
+    def _chosen(self, run: Run, problem: BadStep) -> tuple[Checkpoint, list[str]]:
         """Choose the checkpoint to go back to; returns also why newer ones were passed over."""
         most, skipped = run.config.numbers.rewinds, list[str]()
         while True:
@@ -102,7 +104,7 @@ class Rewinding:
                 if not to_blame:
                     raise _ended(
                         problem,
-                        f"the run went back to {checkpoint.path} {counted(most, 'time')}, and "
+                        f"the run went back to {checkpoint.path} {count_noun(most, 'time')}, and "
                         f"numbers.rewinds={most}; {ADVICE}",
                     )
             names = self._saved_since(run, checkpoint)
@@ -116,7 +118,7 @@ class Rewinding:
             )
 
     @staticmethod
-    def _is_to_blame(checkpoint: Checkpoint, problem: Unsound) -> bool:
+    def _is_to_blame(checkpoint: Checkpoint, problem: BadStep) -> bool:
         """Whether numbers are not finite in the first step after the checkpoint."""
         return problem.step == checkpoint.step and not problem.finite
 
@@ -124,13 +126,13 @@ class Rewinding:
         """Return the names of all checkpoints from the step on to which the run went back last, or
         that of `newest` if it is earlier. Collective: every rank calls it."""
         first = newest.step if self._last is None else min(self._last.step, newest.step)
-        found, error = list[Committed](), None
+        found, error = list[CheckpointName](), None
         if run.mesh.rank == 0:
             try:
                 found = committed(self._saving.checkpoints)
             except CheckpointError as problem:
                 error = problem
-        all_or_none(run.mesh, error)
+        raise_on_all(run.mesh, error)
         names = [key.name for key in found if key.step >= first]
         return list(json.loads(run.mesh.share(json.dumps(names))))
 
@@ -153,7 +155,7 @@ def _no_more(given_up: list[str], most: int) -> str:
     return f"{told}, and numbers.rewinds={most}" if len(given_up) > most else f"{told}, and {none}"
 
 
-def _ended(problem: Unsound, why: str) -> Unsound:
+def _ended(problem: BadStep, why: str) -> BadStep:
     """The problem that ends the run, with a second half of its line."""
     text = f"{problem}; {why}"
-    return Unsound(text, problem.step, rewinds=False, finite=problem.finite)
+    return BadStep(text, problem.step, rewinds=False, finite=problem.finite)

@@ -12,7 +12,7 @@ from megapipe.data.batch import Samples
 from megapipe.engine.executor import Executor
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
-from megapipe.train.feed import Feed, Rows
+from megapipe.train.feed import BatchReader, Feed
 from megapipe.train.step.machine import Machine
 from megapipe.train.step.own_totals import StepTotals
 
@@ -20,7 +20,7 @@ MICROBATCHES = 64
 """Most micro-batches of one program."""
 
 
-class Evaluation(NamedTuple):
+class ValidationResult(NamedTuple):
     """The result of validation."""
 
     loss: float
@@ -41,7 +41,9 @@ class Evaluator:
         self._programs: dict[int, tuple[Schedule, list[Executor]]] = {}
         """By the number of micro-batches."""
 
-    def evaluate(self, rows: Rows, samples: int, stop: Callable[[], bool]) -> Evaluation:
+    def evaluate(
+        self, rows: BatchReader, samples: int, stop: Callable[[], bool]
+    ) -> ValidationResult:
         """See :meth:`~megapipe.train.train_step.TrainStep.evaluate`."""
         machine = self._machine
 
@@ -53,7 +55,7 @@ class Evaluator:
         per_microbatch = machine.config.train.microbatch * machine.layout.dp
         left = -(-samples // per_microbatch)
         first, total, tokens = 0, 0.0, 0
-        with machine.optimizer.true_weights():
+        with machine.optimizer.use_master_weights():
             while left:
                 m = min(left, MICROBATCHES)
                 loss, own = self.run_forward(masked, first, m)
@@ -63,12 +65,12 @@ class Evaluator:
                 total += loss_sum
                 tokens += int(seen)
                 if stopped:
-                    return Evaluation(math.nan, tokens, stopped=True)
+                    return ValidationResult(math.nan, tokens, stopped=True)
                 first += m * per_microbatch
                 left -= m
-        return Evaluation(total / max(tokens, 1), tokens)
+        return ValidationResult(total / max(tokens, 1), tokens)
 
-    def run_forward(self, rows: Rows, first: int, microbatches: int) -> tuple[float, int]:
+    def run_forward(self, rows: BatchReader, first: int, microbatches: int) -> tuple[float, int]:
         """Sum of the unmasked token losses, and these tokens, of the samples from `first` on that
         the last stages of this process see in so many micro-batches."""
         machine = self._machine

@@ -17,12 +17,12 @@ from functools import partial
 
 from megapipe.engine.executor import Executor
 from megapipe.schedule.ir import Schedule
-from megapipe.train.feed import Rows
+from megapipe.train.feed import BatchReader
 from megapipe.train.step.data import StepData
 from megapipe.train.step.machine import Machine
 from megapipe.train.step.own_totals import StepTotals
 from megapipe.train.step.stepper import Asked, Executors, Watch
-from megapipe.train.totals import Totals, Wishes
+from megapipe.train.totals import StepStats, Wishes
 from megapipe.train.update import StepResult, Update
 from megapipe.watch.journal import text
 
@@ -41,21 +41,23 @@ class FlushedSteps:
         self._update = update
         self.executors = Executors(machine)
 
-    def train(self, step: int, rows: Rows, wishes: Asked, watch: Watch) -> list[StepResult]:
+    def train(self, step: int, rows: BatchReader, wishes: Asked, watch: Watch) -> list[StepResult]:
         """Compute the gradients of a step, and update."""
         totals = self._compute(self.executors.of(watch), step, rows, wishes)
         again = partial(self._compute, self.executors.plain, step, rows, Wishes)
         return [self._update.apply(step, totals, again)]
 
-    def _compute(self, executors: list[Executor], step: int, rows: Rows, wishes: Asked) -> Totals:
+    def _compute(
+        self, executors: list[Executor], step: int, rows: BatchReader, wishes: Asked
+    ) -> StepStats:
         """Reduced gradients of a step; its totals of all ranks."""
         machine, data = self._machine, self._data
-        machine.mesh.journal.does(READING)
+        machine.mesh.journal.set_activity(READING)
         microbatches, counted = data.fetch(step, rows)
         machine.optimizer.zero_grad()
         machine.pipeline.run(executors, microbatches)
         data.upload_ahead(step + 1, rows)
-        machine.mesh.journal.does(READING)
+        machine.mesh.journal.set_activity(READING)
         totals = self._totals.whole(counted, wishes, data.count_ahead(step + 1, rows))
         data.know_total(totals.ahead)
         return totals

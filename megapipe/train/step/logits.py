@@ -30,7 +30,7 @@ class _LogitsStage:
         return self._module.logits(x, mb)
 
 
-def read(machine: Machine, tokens: Tensor, end: int | None) -> Tensor:
+def compute_logits(machine: Machine, tokens: Tensor, end: int | None) -> Tensor:
     """Logits [b, s, V] of `tokens` [b, s], in fp32 (fp64 for fp64), on every rank.
 
     `end` is the token that ends a document where attention ends at documents.
@@ -52,7 +52,7 @@ def read(machine: Machine, tokens: Tensor, end: int | None) -> Tensor:
             if ids is not None and machine.config.resets_positions
             else None
         ),
-        held=None if split.cp == 1 else split.held([length], mesh.cp.index),
+        local_positions=None if split.cp == 1 else split.local([length], mesh.cp.index),
     )
     schedule = forward_only(placement, 1)
     stages = dict(machine.stages)
@@ -63,7 +63,7 @@ def read(machine: Machine, tokens: Tensor, end: int | None) -> Tensor:
     executors = machine.pipeline.executors(
         schedule, stages, machine.optimizer, train=False, shape=shape
     )
-    with machine.optimizer.true_weights():
+    with machine.optimizer.use_master_weights():
         machine.pipeline.run(executors, {(0, 0): mb})
     vocabulary = machine.layout.model.vocab_size
     assert vocabulary is not None

@@ -23,7 +23,7 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement
 from megapipe.train.kernels import agreed_kernels
-from megapipe.train.messages import Messages, receive_ahead
+from megapipe.train.messages import MessageShapes, receive_ahead
 from megapipe.train.step.make_optimizer import make_optimizer
 
 Initial = Callable[[LocalParameter, Tensor], None]
@@ -40,7 +40,7 @@ class Machine:
     schedule: Schedule
     """The schedule that training begins with."""
     kernels: Kernels
-    messages: Messages
+    messages: MessageShapes
     pipeline: Pipeline
     modules: Mapping[int, StageModule]
     """By the number of the stage."""
@@ -68,7 +68,7 @@ class Machine:
             self.stages,
             self.optimizer,
             train=train,
-            proved=schedule is layout.schedule or schedule in layout.smaller.values(),
+            proved=schedule is layout.schedule or schedule in layout.ramp_schedules.values(),
             record=record,
             name=name,
             speculate=train and self.config.optimizer.post_validation,
@@ -93,7 +93,7 @@ def build_machine(
     schedule = schedule or layout.schedule
     check_schedule(schedule, layout)
     kernels = kernels or agreed_kernels(config, layout, mesh, schedule)
-    messages = Messages(layout, config.train)
+    messages = MessageShapes(layout, config.train)
     pipeline = Pipeline(
         mesh,
         schedule.placement,
@@ -115,13 +115,13 @@ def build_machine(
     optimizer = make_optimizer(config, layout, mesh, schedule, modules, kernels)
     stages = {
         stage: make_stage(
-            layout, module, layout.spans[stage], recompute=stage in schedule.recompute
+            layout, module, layout.block_policies[stage], recompute=stage in schedule.recompute
         )
         for stage, module in modules.items()
     }
     for stage in stages.values():
         stage.module.to(mesh.device)  # buffers; parameters are there
-        stage.own_autograd_parameters()
+        stage.route_autograd_grads()
     seed = config.run.seed
     optimizer.set_weights(initial or (lambda spec, out: spec.initialise(out, seed)))
     for module in modules.values():
@@ -135,7 +135,7 @@ def check_schedule(schedule: Schedule, layout: Layout) -> None:
     """Refuse a schedule of another number of ranks, stages or micro-batches."""
     placement, whole = schedule.placement, schedule.whole_microbatches
     sizes = (placement.ranks, placement.stages) == (layout.pp, layout.stages)
-    counts = [layout.microbatches, *(s.whole_microbatches for s in layout.smaller.values())]
+    counts = [layout.microbatches, *(s.whole_microbatches for s in layout.ramp_schedules.values())]
     if not sizes or whole not in counts:
         raise ScheduleError(
             f"schedule {schedule.name} has {placement.ranks} ranks, {placement.stages} stages and "

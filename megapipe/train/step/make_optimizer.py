@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megapipe.assembly.moe.replicas import make_places
+from megapipe.assembly.moe.replicas import attach_expert_replicas
 from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.layout.buckets import process_buckets
@@ -34,15 +34,15 @@ def make_optimizer(
     run, stages = config.run, schedule.placement.stages
     plans = process_buckets(config, replace(layout, schedule=schedule), mesh.at.pp)
     buckets = make_buckets(plans, modules, mesh)
-    places = make_places(config, modules)
+    places = attach_expert_replicas(config, modules)
     states = StatePolicy.of(config.optimizer, run.seed, Path(run.folder) / run.name, mesh.device)
     velocity, staleness = {}, {}
-    if layout.stream is not None:
-        states = replace(states, apart=True)
+    if layout.async_schedule is not None:
+        states = replace(states, separate_masters=True)
         correction = config.pipeline.correction
-        back = moved_back(layout.stream)
+        back = moved_back(layout.async_schedule)
         velocity = {stage: decay(correction, updates) for stage, updates in back.items()}
-        behind = mean_staleness(layout.stream)
+        behind = mean_staleness(layout.async_schedule)
         staleness = {stage: float(updates) for stage, updates in behind.items()}
         staleness[stages] = staleness[0]  # the tied embedding's
     return Optimizer(

@@ -10,25 +10,29 @@ from torch import Tensor
 
 from megapipe.observe.memory import memory_gib
 from megapipe.optim.scaler import LossScaler
-from megapipe.train.feed import Counted
+from megapipe.train.feed import LocalTokens
 from megapipe.train.routing import routing_totals
 from megapipe.train.step.machine import Machine
-from megapipe.train.totals import LARGEST, SourceTotal, Totals, Wishes
+from megapipe.train.totals import LARGEST, SourceStats, StepStats, Wishes
 
 
-def own_totals(
-    machine: Machine, squares: Tensor, loss: Tensor, counted: Counted, wishes: Callable[[], Wishes]
-) -> Totals:
+def local_step_stats(
+    machine: Machine,
+    squares: Tensor,
+    loss: Tensor,
+    counted: LocalTokens,
+    wishes: Callable[[], Wishes],
+) -> StepStats:
     """This rank's part of the totals of a step whose backward passes are done, of which `squares`
-    are those of the gradients, and `loss` and `counted` of :func:`own_loss`."""
+    are those of the gradients, and `loss` and `counted` of :func:`local_loss`."""
     routing = routing_totals(machine, counted.scratches)
     some = [*routing, squares, loss, machine.optimizer.states_finite(), *counted.summed_losses()]
-    values = machine.mesh.computed(torch.cat(some))  # the step's one wait for a GPU
+    values = machine.mesh.to_host(torch.cat(some))  # the step's one wait for a GPU
     begin, end = sum(map(len, routing)), len(values) - len(counted.by_source)
-    by_source = tuple(map(SourceTotal, values[end:], counted.by_source))
+    by_source = tuple(map(SourceStats, values[end:], counted.by_source))
     memory = memory_gib(machine.mesh.device) or 0.0
     *numbers, loss_sum, states = values[begin:end]
-    return Totals(
+    return StepStats(
         tuple(numbers),
         loss_sum,
         counted.tokens,
@@ -40,9 +44,9 @@ def own_totals(
     )
 
 
-def own_loss(
-    machine: Machine, counted: Counted, microbatches: int | None = None
-) -> tuple[Tensor, Counted]:
+def local_loss(
+    machine: Machine, counted: LocalTokens, microbatches: int | None = None
+) -> tuple[Tensor, LocalTokens]:
     """Sum of this rank's unmasked token losses, micro-batches in order, and its tokens; 0, or NaN
     if they are not finite, on all but one of the tp ranks, which have the same. All micro-batches
     count that the last stage has the losses of, or the first `microbatches`."""
@@ -65,23 +69,23 @@ class StepTotals:
         self._scaler = scaler
         self._sources = sources
 
-    def own_loss(self, counted: Counted) -> tuple[Tensor, Counted]:
+    def own_loss(self, counted: LocalTokens) -> tuple[Tensor, LocalTokens]:
         """Sum of this rank's unmasked token losses, and its tokens."""
-        return own_loss(self._machine, counted)
+        return local_loss(self._machine, counted)
 
-    def own(self, counted: Counted, wishes: Callable[[], Wishes]) -> Totals:
+    def own(self, counted: LocalTokens, wishes: Callable[[], Wishes]) -> StepStats:
         """This rank's part of the totals of a step whose backward passes are done."""
         squares = self._machine.optimizer.finish_reduce(self._scaler.scale)
-        return own_totals(self._machine, squares, *self.own_loss(counted), wishes)
+        return local_step_stats(self._machine, squares, *self.own_loss(counted), wishes)
 
-    def whole(self, counted: Counted, wishes: Callable[[], Wishes], ahead: float) -> Totals:
+    def whole(self, counted: LocalTokens, wishes: Callable[[], Wishes], ahead: float) -> StepStats:
         """The totals of all ranks, which all call it: the one exchange at the end of a step. With
         them goes what this rank has of the tokens of the next step, NaN where it does not know."""
         own = replace(self.own(counted, wishes), ahead=ahead).pack()
         mesh = self._machine.mesh
         return self.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp", largest=LARGEST))
 
-    def unpack(self, vector: Tensor) -> Totals:
+    def unpack(self, vector: Tensor) -> StepStats:
         """The totals that a vector of this run packs."""
-        told = sum(self._machine.layout.model.told().values())
-        return Totals.unpack(vector, self._sources, told)
+        told = sum(self._machine.layout.model.routing_stat_counts().values())
+        return StepStats.unpack(vector, self._sources, told)

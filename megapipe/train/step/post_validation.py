@@ -22,12 +22,12 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine.executor import Executor
 from megapipe.layout.layout import Layout
 from megapipe.schedule.ir import Schedule
-from megapipe.train.feed import Counted, Rows
+from megapipe.train.feed import BatchReader, LocalTokens
 from megapipe.train.step.data import StepData
 from megapipe.train.step.machine import Machine
 from megapipe.train.step.own_totals import StepTotals
 from megapipe.train.step.stepper import Asked, Executors, Watch
-from megapipe.train.totals import LARGEST, Totals, Wishes
+from megapipe.train.totals import LARGEST, StepStats, Wishes
 from megapipe.train.update import StepResult, Update
 
 Known = Sequence[tuple[Collection[int], Sequence[float]]]
@@ -45,7 +45,7 @@ class _Taken(NamedTuple):
     made: int
     """The step of the update before it."""
     executor: Executor
-    rows: Rows
+    rows: BatchReader
 
 
 class Shared(NamedTuple):
@@ -93,7 +93,7 @@ class PostValidation:
         """Whether a step is still to be validated."""
         return self._taken is not None
 
-    def train(self, step: int, rows: Rows, wishes: Asked, watch: Watch) -> list[StepResult]:
+    def train(self, step: int, rows: BatchReader, wishes: Asked, watch: Watch) -> list[StepResult]:
         """Take step `step`; returns the result of the one before."""
         executor = self.executors.of(watch)[0]
         tokens = self._begin(executor, step, rows)
@@ -109,7 +109,7 @@ class PostValidation:
         self._take(step, self._totals.unpack(vector), self._known(vector))
         return result
 
-    def _begin(self, executor: Executor, step: int, rows: Rows) -> Counted:
+    def _begin(self, executor: Executor, step: int, rows: BatchReader) -> LocalTokens:
         """Run the prefix of a step; its tokens."""
         microbatches, tokens = self._data.fetch(step, rows)
         executor.run_prefix(microbatches)
@@ -120,12 +120,12 @@ class PostValidation:
         self._update.optimizer.zero_grad()
         executor.resume()
 
-    def _vector(self, tokens: Counted, wishes: Asked) -> Tensor:
+    def _vector(self, tokens: LocalTokens, wishes: Asked) -> Tensor:
         """Packed totals of this pipeline rank and its replicas."""
         own = self._totals.own(tokens, wishes).pack()
         return self._mesh.ordered_sum(own, "tp", "cp", "dp", largest=LARGEST)
 
-    def _again(self, taken: _Taken) -> Totals:
+    def _again(self, taken: _Taken) -> StepStats:
         """Compute a step anew, whose update is undone; the totals of all ranks."""
         tokens = self._begin(taken.executor, taken.step, taken.rows)
         self._complete(taken.executor)
@@ -160,22 +160,22 @@ class PostValidation:
             for layers, ranks in self._layers
         ]
 
-    def _take(self, step: int, totals: Totals, known: Known) -> None:
+    def _take(self, step: int, totals: StepStats, known: Known) -> None:
         """Update by what this pipeline rank and its replicas know, which is `totals`, and move what
         goes by the choices of layers by what is `known` of those here.
 
         A partial norm is a lower bound: if it already exceeds the clip, so does the global norm.
         """
         update = self._update
-        update.optimizer.keep()
+        update.optimizer.snapshot()
         for each in update.followers:
-            each.keep()
+            each.snapshot()
         if update.is_plain(totals):
             update.apply_plainly(step)
             for each in update.followers:
-                each.move_ahead(known)
+                each.update_speculatively(known)
         else:
-            update.optimizer.publish_shared()
+            update.optimizer.gather_shared_weights()
 
     def _validate(self, abort: Callable[[], None]) -> tuple[list[StepResult], bool]:
         """The result of the step that is open, and whether its update held; if not, what has begun
@@ -193,12 +193,12 @@ class PostValidation:
                 each.confirm(totals.routing)
             result = update.result(step, totals)
             update.scaler.load(after)
-            update.judge.passed(totals)
+            update.judge.record(totals)
             return [result], True
         abort()
         self.undone += 1
-        update.optimizer.undo()
+        update.optimizer.restore()
         for each in update.followers:
-            each.undo()
+            each.restore()
         update.made = taken.made
         return [update.apply(step, totals, lambda: self._again(taken))], False

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from megapipe.engine.executor import Executor
 from megapipe.schedule.ir import Schedule
-from megapipe.train.feed import Rows
+from megapipe.train.feed import BatchReader
 from megapipe.train.step.machine import Machine
 from megapipe.train.totals import Wishes
 from megapipe.train.update import StepResult
@@ -31,7 +31,7 @@ PLAIN = Watch()
 class Stepper(Protocol):
     """Takes optimizer steps."""
 
-    def train(self, step: int, rows: Rows, wishes: Asked, watch: Watch) -> list[StepResult]:
+    def train(self, step: int, rows: BatchReader, wishes: Asked, watch: Watch) -> list[StepResult]:
         """Take step `step`, counted from 0; returns the results that are known by now and were not
         before, oldest first."""
 

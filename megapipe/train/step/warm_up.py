@@ -43,9 +43,9 @@ class WarmUp:
         optimizer.zero_grad()
         for number, stage in sorted(self._machine.stages.items()):
             optimizer.unshard(number)
-            optimizer.await_weights(number)
+            optimizer.wait_weights(number)
             if train:
-                optimizer.open_grads(number)
+                optimizer.alloc_grads(number)
             stage.begin(train=train)
             for op in warm_up_of([op for op in operations if op.stage == number], self._schedule):
                 self._run(stage, op, microbatches[op.microbatch, op.slice])
@@ -65,7 +65,7 @@ class WarmUp:
             before = op._replace(stage=op.stage - 1)
             run(key, None if stage.is_first else self._zeros(before), microbatch)
         elif op.kind == Kind.R:
-            stage.recompute_ahead(key)
+            stage.recompute(key)
         elif op.kind == Kind.W:
             stage.weight_grad(key)
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megapipe.convert import HuggingFaceFolder, adopt, export
+from megapipe.convert import HuggingFaceFolder, export, import_model
 from megapipe.convert.dcp.export import export_dcp
 from megapipe.convert.dcp.folder import open_dcp
 from megapipe.testing import World, run_world
@@ -55,14 +55,14 @@ def peaks(world: World, folder: Path, case: str) -> dict[int, tuple[int, ...]]:
         out = high_water() - before
         before = high_water(reset=True)
         opened = HuggingFaceFolder.open(folder / f"hf{layers}")
-        adopt(opened, folder / f"back{layers}", shard_bytes=SHARD)
+        import_model(opened, folder / f"back{layers}", shard_bytes=SHARD)
         back = high_water() - before
         before = high_water(reset=True)
         export_dcp(checkpoint, folder / f"dcp{layers}")
         dcp_out = high_water() - before
         before = high_water(reset=True)
         source = open_dcp(folder / f"dcp{layers}")
-        adopt(source, folder / f"again{layers}", tokenizer="byte", shard_bytes=SHARD)
+        import_model(source, folder / f"again{layers}", tokenizer="byte", shard_bytes=SHARD)
         found[layers] = size, out, back, dcp_out, high_water() - before
         assert len(opened.files.files) >= layers
     return found

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megapipe.data.prepare.once import make_once
+from megapipe.data.prepare.once import build_once
 
 MAKES = """
 import sys, time
 from pathlib import Path
-from megapipe.data.prepare.once import make_once
+from megapipe.data.prepare.once import build_once
 folder, go = map(Path, sys.argv[1:])
 
 def fill(new):
@@ -22,14 +22,14 @@ def fill(new):
     while not go.exists():
         time.sleep(0.02)
 
-make_once(folder, fill)
+build_once(folder, fill)
 """
 
 
 def make(cache: Path) -> list[str]:
     """The lines of a preparation in the cache."""
     lines: list[str] = []
-    make_once(cache / "new", lambda new: (new / "content").touch(), lines.append)
+    build_once(cache / "new", lambda new: (new / "content").touch(), lines.append)
     return lines
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megapipe.data.corpus import dividing
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data.prepare.parts_folder import PartsFolder
+from megapipe.data.prepare.parts_folder import CorpusShardFolder
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.errors import DataError
 from tests.parity.json_rows import EMPTY, OTHER, ROWS, counted, lines
@@ -57,6 +57,6 @@ def test_work_that_is_gone_on_with_counts_what_was_done(monkeypatch: pytest.Monk
     assert len(done) > 3
     path.write_bytes(good + b" ")
     os.utime(path, ns=times)
-    monkeypatch.setattr(PartsFolder, "remove", lambda self: None)
+    monkeypatch.setattr(CorpusShardFolder, "remove", lambda self: None)
     assert counted("x.jsonl", cache="cache") == RowCount(3 * len(ROWS) + 3, 3, 3 * EMPTY)
     assert all(file.stat().st_mtime_ns == time for file, time in done.items())

@@ -47,7 +47,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def nothing(part: dividing.Part, summary: encode.Summary, was_there: bool) -> None:
+def nothing(part: dividing.CorpusShard, summary: encode.Summary, was_there: bool) -> None:
     """A step that is told in vain."""
 
 
@@ -233,12 +233,12 @@ def test_parts_are_asked_for_when_there_is_a_process_for_them(corpus: Path, tmp_
     done = 0
     ahead = []
 
-    def watched() -> Iterator[dividing.Part]:
+    def watched() -> Iterator[dividing.CorpusShard]:
         for number, part in enumerate(parts(DataConfig(source=str(corpus)))):
             ahead.append(number - done)
             yield part
 
-    def step(part: dividing.Part, summary: encode.Summary, was_there: bool) -> None:
+    def step(part: dividing.CorpusShard, summary: encode.Summary, was_there: bool) -> None:
         nonlocal done
         done += 1
 

@@ -9,7 +9,7 @@ import torch
 
 from megapipe.distributed.mesh import Grid
 from megapipe.engine.channels import ProcessGroupChannels
-from megapipe.engine.shares import SharingChannels
+from megapipe.engine.shares import ScatterGatherChannels
 from megapipe.schedule.ir import Kind, Op
 from megapipe.testing import World, run_world
 from tests.parity.ranks import Case, Outcome, run_cases
@@ -27,7 +27,7 @@ def exchange(world: World, tp: int, debug: bool) -> list[list[int]]:
     """Send every message forward, half of them back; returns the bytes that each one took."""
     mesh = world.mesh(Grid(pp=2, tp=tp))
     lines = ProcessGroupChannels(mesh, [(0, 1), (1, 0)], dtype=torch.float64, debug=debug)
-    channels = SharingChannels(lines, mesh.tp)
+    channels = ScatterGatherChannels(lines, mesh.tp)
     messages = [Op(Kind.F, 0, i) for i in range(len(SHAPES))]
     sizes = []
     for messages_, sender in ((messages, 0), (messages[:2], 1)):

@@ -27,7 +27,7 @@ def test_what_killed_launchers_have_left_is_removed(tmp_path: Path) -> None:
     """And nothing else: not of one that lives, of another machine, or that has not said whose it
     is; no link, and no file."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    me = heartbeat.Owner.me()
+    me = heartbeat.Owner.this_process()
     owners = {
         "dead": replace(me, process=ended.pid),
         "alive": me,

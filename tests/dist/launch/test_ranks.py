@@ -14,7 +14,7 @@ import pytest
 
 from megapipe.launch import launcher
 from megapipe.launch.agent import Agent
-from megapipe.launch.ranks import LOOK_S, Ends
+from megapipe.launch.ranks import LOOK_S, RankReaper
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -23,7 +23,7 @@ def test_a_stopped_rank_is_killed_when_the_job_has_failed(failed: bool) -> None:
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         rank.send_signal(signal.SIGSTOP)
-        ends = Ends(lambda: [rank.pid], lambda: failed, lambda: False, lambda code: None)
+        ends = RankReaper(lambda: [rank.pid], lambda: failed, lambda: False, lambda code: None)
         ends.start()
         if failed:
             assert rank.wait(10) == -signal.SIGKILL
@@ -43,7 +43,7 @@ def test_an_agent_that_has_noticed_the_end_of_the_ranks_may_take_its_time(notice
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(4)"]) as rank:
         os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # nobody has asked for its code
         late: list[int] = []
-        ends = Ends(lambda: [rank.pid], lambda: False, lambda: noticed, late.append)
+        ends = RankReaper(lambda: [rank.pid], lambda: False, lambda: noticed, late.append)
         ends.run()
     assert late == ([] if noticed else [4])
 

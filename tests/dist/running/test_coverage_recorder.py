@@ -30,7 +30,7 @@ PAGE = (ROOT / "docs/moe.md").read_text()
 
 @pytest.fixture(scope="module")
 def shared():
-    return words.counted(1, "rank")
+    return words.count_noun(1, "rank")
 
 
 def test_alone(shared):
@@ -50,12 +50,12 @@ def test_fork():
 
 
 def test_interpreter():
-    code = "import os; from megapipe import words; words.either([1]); os._exit(0)"
+    code = "import os; from megapipe import words; words.join_or([1]); os._exit(0)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_failure():
-    words.multiples(4, 2)
+    words.nearest_multiples(4, 2)
     raise AssertionError
 """
 
@@ -79,10 +79,10 @@ def test_functions_that_processes_execute_are_recorded(tmp_path: Path) -> None:
             for function, found in parse((ROOT / path).read_text()).functions.items()
             if found.body & test.lines.get(path, 0)
         }
-    assert functions["test_alone"] == {"counted", "plural", "ranges"}
-    assert functions["test_fixture"] == {"counted", "plural"}
-    assert functions["test_interpreter"] == {"either", "_listed"}
-    assert functions["test_failure"] == {"either", "_listed", "multiples"}
+    assert functions["test_alone"] == {"count_noun", "plural", "ranges"}
+    assert functions["test_fixture"] == {"count_noun", "plural"}
+    assert functions["test_interpreter"] == {"join_or", "_listed"}
+    assert functions["test_failure"] == {"join_or", "_listed", "nearest_multiples"}
     assert functions["test_world"] == {
         *("World.__init__", "World.restart", "_collect", "_rank_main", "_ready", "run_ranks")
     }

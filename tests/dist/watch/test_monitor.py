@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.watch.culprit import View
-from megapipe.watch.journal import State
+from megapipe.watch.culprit import RankView
+from megapipe.watch.journal import JournalState
 from megapipe.watch.monitor import Monitor, Settings
-from megapipe.watch.nodes import Hub, Spoke
+from megapipe.watch.nodes import MonitorClient, MonitorServer
 from megapipe.watch.rank import _start
 from tests.parity.jobs import ROOT
 
@@ -32,8 +32,8 @@ folder, rank, waits = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "waits
 mine = Journal()
 mine.publish(folder, rank)
 faulthandler.register(STACKS, open(folder / f"rank-{{rank}}.stacks", "w"))
-line = mine.line("a", [0, 1])
-mine.does(text("a task"))
+line = mine.counter("a", [0, 1])
+mine.set_activity(text("a task"))
 def live():
     while not mine.words[VERDICT]:
         mine.words[BEATS] += 1
@@ -114,7 +114,7 @@ def test_ranks_that_are_gone_when_it_begins(
     kill(ranks)
     listens = socket.create_server(("127.0.0.1", 0))
     address = listens.getsockname()
-    hub = Hub(listens.detach(), "word")
+    hub = MonitorServer(listens.detach(), "word")
     given = settings(tmp_path, 600.0, starter=-1)
     Monitor(given._replace(hub=address, token="word")).run()
     assert [view.gone for view in hub.views().values()] == [True, True]
@@ -137,9 +137,9 @@ def test_the_one_that_decides_waits_for_who_has_not_reached_it_yet(
     assert deciding.is_alive()
     said = None
     if comes:
-        state = State(7, 9, 0, "the corpus", "pp 1", {}, None, 0, (), False)
-        view = View(state, 0.0, 0.0, False, "node1")
-        spoke = Spoke(address, "word")
+        state = JournalState(7, 9, 0, "the corpus", "pp 1", {}, None, 0, (), False)
+        view = RankView(state, 0.0, 0.0, False, "node1")
+        spoke = MonitorClient(address, "word")
         while deciding.is_alive() and said is None:
             said = spoke.exchange({2: view}, at_once=True)
             time.sleep(0.05)

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import torch
 
-from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, Region, flat_regions, save, whole
+from megapipe.checkpoint import (
+    Checkpoint,
+    Meta,
+    Piece,
+    Region,
+    SingleProcess,
+    flat_regions,
+    save,
+    whole,
+)
 from megapipe.errors import CheckpointError
 
 META = Meta(
@@ -126,7 +135,7 @@ def dim_cut(dim: int) -> Callable[[dict[str, torch.Tensor], int, int], Iterator[
 def save_alone(root: Path, step: int, seed: int = 0, **options: int) -> Path:
     """A checkpoint of `tensors(seed)` written by one process."""
     pieces = flat_cut(tensors(seed), 0, 1)
-    return save(root, step=step, pieces=pieces, meta=META, group=Alone(), **options)
+    return save(root, step=step, pieces=pieces, meta=META, group=SingleProcess(), **options)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

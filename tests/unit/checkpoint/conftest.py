@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megapipe.checkpoint.storage import Place, place_of
+from megapipe.checkpoint.storage import StorageLocation, place_of
 from megapipe.util import retries
 from tests.parity import object_files
 from tests.parity.object_server import ObjectServer, serving
@@ -22,6 +22,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
 
 
 @pytest.fixture
-def root(store: ObjectServer) -> Place:
+def root(store: ObjectServer) -> StorageLocation:
     """The folder of a run's checkpoints."""
     return place_of(store.url("run"), what="URL", patience_s=20)

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from megapipe.checkpoint import Checkpoint, Piece, find_newest, save, whole
 from megapipe.checkpoint import background as module
-from megapipe.checkpoint.background import Background, Snapshot
+from megapipe.checkpoint.background import AsyncSaver, Snapshot
 from megapipe.checkpoint.names import POINTER
 from megapipe.errors import CheckpointError, LaunchError
 from tests.unit.checkpoint.checkpoint_worlds import (
@@ -37,7 +37,7 @@ def saving(root: Path, **options: object) -> Callable[[ThreadGroup], Path]:
     store, pieces = HashStore(), tensors(2)
 
     def work(group: ThreadGroup) -> Path:
-        background = Background(group, store, shard_bytes=1200)
+        background = AsyncSaver(group, store, shard_bytes=1200)
         own = flat_cut(pieces, group.rank, group.world)
         given = {"is_ours": nothing, **options}
         background.begin(root, step=2, pieces=own, meta=META, **given)
@@ -84,7 +84,7 @@ def test_training_goes_on_and_changes_nothing(
     store, state, met = HashStore(), tensors(2), threading.Barrier(2)
 
     def work(group: ThreadGroup) -> tuple[bool, bool]:
-        background = Background(group, store)
+        background = AsyncSaver(group, store)
         own = flat_cut(state, group.rank, 2)
         background.begin(tmp_path, step=2, pieces=own, meta=META, is_ours=nothing)
         time.sleep(0.1)
@@ -150,7 +150,7 @@ def test_a_disk_without_room_is_left_as_it_is(tmp_path: Path) -> None:
 
 def test_pieces_that_are_no_checkpoint(tmp_path: Path) -> None:
     def work(group: ThreadGroup) -> Path:
-        background = Background(group, HashStore())
+        background = AsyncSaver(group, HashStore())
         piece = Piece("model/x", (4,), whole((2,)), torch.zeros(2))
         background.begin(tmp_path, step=2, pieces=[piece], meta=META, is_ours=nothing)
         return background.finish()
@@ -166,7 +166,7 @@ def test_a_rank_that_dies_while_it_writes(tmp_path: Path) -> None:
     store = HashStore()
 
     def work(group: ThreadGroup) -> Path:
-        background = Background(group, store)
+        background = AsyncSaver(group, store)
         own = flat_cut(tensors(2), group.rank, 2)
         if group.rank == 1:
             background._counter = None  # type: ignore[assignment]

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from megapipe.checkpoint import Checkpoint, save
-from megapipe.checkpoint.checking import Check, Removing
+from megapipe.checkpoint.checking import AsyncRemoval, AsyncVerify
 from tests.unit.checkpoint.checkpoint_worlds import META, ThreadGroup, flat_cut, run_world, tensors
 
 WORLD = 3
@@ -23,7 +23,7 @@ def looked_at(path: Path) -> list[Outcome]:
     store = HashStore()
 
     def work(group: ThreadGroup) -> Outcome:
-        check = Check(path, group, store)
+        check = AsyncVerify(path, group, store)
         if group.rank == 0:
             until(lambda: check.ended)
         outcome = check.finish()
@@ -81,7 +81,7 @@ def test_nobody_waits_before_the_last_rank_has_read(
     monkeypatch.setattr(Checkpoint, "open_sound", held)
 
     def work(group: ThreadGroup) -> Outcome:
-        check = Check(path, group, store)
+        check = AsyncVerify(path, group, store)
         if group.rank == 0:
             until(lambda: store.add(f"megapipe/looked at/{path}", 0) == WORLD - 1)
             assert not check.ended
@@ -106,7 +106,7 @@ def test_a_removal_tells_its_problems() -> None:
         assert go_on.wait(10)
         return ["cannot remove a"]
 
-    removing = Removing(remove)
+    removing = AsyncRemoval(remove)
     assert not removing.ended
     go_on.set()
     assert removing.finish() == ["cannot remove a"]

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from megapipe.checkpoint import Alone, Checkpoint, Meta, save
+from megapipe.checkpoint import Checkpoint, Meta, SingleProcess, save
 from megapipe.checkpoint.commands import main
 from megapipe.checkpoint.names import REMOVED
 from megapipe.checkpoint.run_lock import RunLock
@@ -28,7 +28,7 @@ def out_of(capsys, *argv, code=0):
 
 def save_state(root, state, step=1, **meta):
     facts = Meta(**{**vars(META), **meta})
-    return save(root, step=step, pieces=flat_cut(state, 0, 1), meta=facts, group=Alone())
+    return save(root, step=step, pieces=flat_cut(state, 0, 1), meta=facts, group=SingleProcess())
 
 
 def test_the_list_shows_all_and_what_is_wrong_with_them(tmp_path, capsys):
@@ -104,7 +104,7 @@ def test_inspect_shows_the_newest_of_a_run(tmp_path, capsys):
 def test_diff_sees_through_layouts_and_shows_every_difference(tmp_path, capsys):
     one = save_state(tmp_path / "a" / "checkpoints", tensors())
     other = save(
-        tmp_path / "b", step=1, pieces=dim_cut(0)(tensors(), 0, 1), meta=META, group=Alone()
+        tmp_path / "b", step=1, pieces=dim_cut(0)(tensors(), 0, 1), meta=META, group=SingleProcess()
     )
     assert "7 of 7 tensors are the same bits" in out_of(capsys, "diff", one, other, "--equal")
     state = tensors()

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.checkpoint import Alone, Checkpoint, Piece, find_newest, reader, save, shard, whole
+from megapipe.checkpoint import (
+    Checkpoint,
+    Piece,
+    SingleProcess,
+    find_newest,
+    reader,
+    save,
+    shard,
+    whole,
+)
 from megapipe.errors import CheckpointError
 from tests.unit.checkpoint.checkpoint_worlds import (
     META,
@@ -452,5 +461,5 @@ def test_no_folder_has_no_newest(tmp_path):
 
 
 def test_an_empty_checkpoint_is_legal(tmp_path):
-    path = save(tmp_path, step=0, pieces=[], meta=META, group=Alone())
+    path = save(tmp_path, step=0, pieces=[], meta=META, group=SingleProcess())
     assert Checkpoint.open(path).names() == []

@@ -9,7 +9,7 @@ import pytest
 from megapipe.checkpoint import Checkpoint
 from megapipe.checkpoint.commands import main
 from megapipe.checkpoint.names import POINTER, REMOVED
-from megapipe.checkpoint.storage import Place, at
+from megapipe.checkpoint.storage import StorageLocation, at
 from tests.parity.object_server import BUCKET, ObjectServer
 from tests.unit.checkpoint.checkpoint_worlds import save_alone, tensors
 
@@ -22,14 +22,14 @@ def out_of(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> 
     return said.out + said.err
 
 
-def flip(store: ObjectServer, path: Place) -> None:
+def flip(store: ObjectServer, path: StorageLocation) -> None:
     key = f"{BUCKET}/run/{path.name}/00000-0000.safetensors"
     data = store.objects[key]
     store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def test_what_is_listed_read_and_shown(
-    store: ObjectServer, root: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: ObjectServer, root: StorageLocation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [save_alone(root, step) for step in (1, 2)]
     left = f"step-00000003-{'a' * 16}"
@@ -56,7 +56,7 @@ def test_what_is_listed_read_and_shown(
 
 
 def test_what_is_removed(
-    store: ObjectServer, root: Place, capsys: pytest.CaptureFixture[str]
+    store: ObjectServer, root: StorageLocation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One sound checkpoint stays, and what may be a save under way."""
     paths = [save_alone(root, step) for step in (1, 2, 3)]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megapipe.checkpoint import (
-    Alone,
     Checkpoint,
     Piece,
+    SingleProcess,
     clear_leftovers,
     find_newest,
     remove,
@@ -26,7 +26,7 @@ from megapipe.checkpoint.find import find_intact
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST, POINTER, REMOVED
 from megapipe.checkpoint.objects import RemotePath
-from megapipe.checkpoint.storage import Place, at, place_of
+from megapipe.checkpoint.storage import StorageLocation, at, place_of
 from megapipe.errors import CheckpointError, StorageError
 from tests.parity.object_files import ObjectFileSystem
 from tests.parity.object_server import Fault, ObjectServer, Request
@@ -76,18 +76,18 @@ def well(store: ObjectServer) -> None:
     store.fault = lambda number, request: None
 
 
-def a_save(root: Place) -> Place:
+def a_save(root: StorageLocation) -> StorageLocation:
     return save_alone(root, 2, seed=2)
 
 
-def assert_intact(path: Place, seed: int) -> None:
+def assert_intact(path: StorageLocation, seed: int) -> None:
     """The checkpoint is that of `tensors(seed)`, by few requests."""
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     assert checkpoint.read("optimizer.step/count").item() == 2**40 + seed
 
 
-def kinds_of_a_save(store: ObjectServer, root: Place) -> list[str]:
+def kinds_of_a_save(store: ObjectServer, root: StorageLocation) -> list[str]:
     """Requests of a save beside an older checkpoint."""
     save_alone(root, 1, seed=1)
     kinds = [r.kind for r in requests_of(store, lambda: a_save(root))]
@@ -96,7 +96,9 @@ def kinds_of_a_save(store: ObjectServer, root: Place) -> list[str]:
 
 
 @pytest.mark.parametrize("fault", ["drop", "short", only_in_ci("error"), slow("late")])
-def test_a_failure_that_passes_is_got_over(store: ObjectServer, root: Place, fault: Fault) -> None:
+def test_a_failure_that_passes_is_got_over(
+    store: ObjectServer, root: StorageLocation, fault: Fault
+) -> None:
     """At each request: a save and all that is read go through, and nothing is left behind."""
     assert isinstance(root, RemotePath)
     kinds = kinds_of_a_save(store, root / "count")
@@ -116,7 +118,9 @@ def test_a_failure_that_passes_is_got_over(store: ObjectServer, root: Place, fau
 
 
 @pytest.mark.parametrize("fault", ["deny", slow("error"), slow("drop"), only_in_ci("late")])
-def test_a_store_that_goes_away_in_a_save(store: ObjectServer, root: Place, fault: Fault) -> None:
+def test_a_store_that_goes_away_in_a_save(
+    store: ObjectServer, root: StorageLocation, fault: Fault
+) -> None:
     """From each request on: one line, and what stood stands, also under the pointer."""
     kinds = kinds_of_a_save(store, root / "count")
     manifest = len(kinds) - 4
@@ -150,7 +154,7 @@ def test_a_store_that_goes_away_in_a_save(store: ObjectServer, root: Place, faul
         assert find_newest(here) == (again, [])
 
 
-def test_a_failed_save_takes_its_objects_away(store: ObjectServer, root: Place) -> None:
+def test_a_failed_save_takes_its_objects_away(store: ObjectServer, root: StorageLocation) -> None:
     older = save_alone(root, 1, seed=1)
     kinds = kinds_of_a_save(store, root / "count")
     for number in range(len(kinds)):
@@ -161,7 +165,7 @@ def test_a_failed_save_takes_its_objects_away(store: ObjectServer, root: Place) 
         assert at(root).names() == sorted([POINTER, "count", older.name]), kinds[number]
 
 
-def test_a_failure_of_one_rank_is_that_of_all(store: ObjectServer, root: Place) -> None:
+def test_a_failure_of_one_rank_is_that_of_all(store: ObjectServer, root: StorageLocation) -> None:
     older = save_alone(root, 1, seed=1)
 
     def fault(number: int, request: Request) -> Fault | None:
@@ -169,7 +173,7 @@ def test_a_failure_of_one_rank_is_that_of_all(store: ObjectServer, root: Place) 
 
     store.fault = fault
 
-    def work(group: ThreadGroup) -> Place:
+    def work(group: ThreadGroup) -> StorageLocation:
         pieces = flat_cut(tensors(2), group.rank, 3)
         return save(root, step=2, pieces=pieces, meta=META, group=group)
 
@@ -185,7 +189,7 @@ def test_a_failure_of_one_rank_is_that_of_all(store: ObjectServer, root: Place) 
     assert at(root).names() == sorted([POINTER, older.name])
 
 
-def test_a_mute_store_is_not_waited_for(store: ObjectServer, root: Place) -> None:
+def test_a_mute_store_is_not_waited_for(store: ObjectServer, root: StorageLocation) -> None:
     """For half of its patience, and a quarter of that for cleaning up: first and last request of a
     save, an upload, the manifest."""
     save_alone(root, 1, seed=1)
@@ -217,7 +221,7 @@ def test_missing_buckets_and_denials_are_found_at_the_start(store: ObjectServer)
         there.probe()
 
 
-def test_an_error_is_no_absence(store: ObjectServer, root: Place) -> None:
+def test_an_error_is_no_absence(store: ObjectServer, root: StorageLocation) -> None:
     """Of a manifest, which would have its checkpoint taken for a leftover."""
     path = save_alone(root, 1, seed=1)
 
@@ -237,7 +241,9 @@ def test_an_error_is_no_absence(store: ObjectServer, root: Place) -> None:
 
 
 @pytest.mark.parametrize("fault", ["short", "error", "deny"])
-def test_what_cannot_be_read_is_not_damaged(store: ObjectServer, root: Place, fault: Fault) -> None:
+def test_what_cannot_be_read_is_not_damaged(
+    store: ObjectServer, root: StorageLocation, fault: Fault
+) -> None:
     """Neither the newest checkpoint, by its manifest or by a shard, nor an older one is taken."""
     for step in (1, 2):
         path = save_alone(root, step, seed=step)
@@ -254,7 +260,7 @@ def test_what_cannot_be_read_is_not_damaged(store: ObjectServer, root: Place, fa
     assert find_intact(root) == (path, [])
 
 
-def test_a_bug_is_not_repeated(store: ObjectServer, root: Place) -> None:
+def test_a_bug_is_not_repeated(store: ObjectServer, root: StorageLocation) -> None:
     calls = []
 
     def pieces() -> Iterator[Piece]:
@@ -263,7 +269,7 @@ def test_a_bug_is_not_repeated(store: ObjectServer, root: Place) -> None:
         raise ZeroDivisionError("a bug")
 
     with pytest.raises(ZeroDivisionError):
-        save(root, step=1, pieces=pieces(), meta=META, group=Alone())
+        save(root, step=1, pieces=pieces(), meta=META, group=SingleProcess())
     assert calls == [1]
     assert at(root).names() == []
 
@@ -295,7 +301,7 @@ def killing(number: int, when: str, patch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.mark.parametrize("when", [only_in_ci("before"), "after"])
 def test_a_kill_at_each_request_of_a_save(
-    store: ObjectServer, root: Place, when: str, monkeypatch: pytest.MonkeyPatch
+    store: ObjectServer, root: StorageLocation, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = kinds_of_a_save(store, root / "count")
     manifest = len(kinds) - 4
@@ -319,11 +325,11 @@ def test_a_kill_at_each_request_of_a_save(
 
 @pytest.mark.parametrize("when", [slow("before"), only_in_ci("after")])
 def test_a_kill_at_each_request_of_a_removal(
-    store: ObjectServer, root: Place, when: str, monkeypatch: pytest.MonkeyPatch
+    store: ObjectServer, root: StorageLocation, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is there is whole, and the next removal finishes this one."""
 
-    def fill(here: Place) -> list[Place]:
+    def fill(here: StorageLocation) -> list[StorageLocation]:
         return [save_alone(here, step, seed=step) for step in (1, 2, 3)]
 
     paths = fill(root / "count")
@@ -342,7 +348,9 @@ def test_a_kill_at_each_request_of_a_removal(
         assert save_alone(here, 2).name.startswith("step-00000002.1-"), "a name is given once"
 
 
-def test_what_cannot_be_removed_is_told_and_the_rest_goes(store: ObjectServer, root: Place) -> None:
+def test_what_cannot_be_removed_is_told_and_the_rest_goes(
+    store: ObjectServer, root: StorageLocation
+) -> None:
     paths = [save_alone(root, step, seed=step) for step in (1, 2, 3)]
 
     def fault(number: int, request: Request) -> Fault | None:

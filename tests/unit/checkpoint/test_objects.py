@@ -21,12 +21,12 @@ from megapipe.checkpoint import (
     whole,
 )
 from megapipe.checkpoint import objects as module
-from megapipe.checkpoint.background import Background
+from megapipe.checkpoint.background import AsyncSaver
 from megapipe.checkpoint.find import find_checkpoint, latest_run
 from megapipe.checkpoint.folders import committed
-from megapipe.checkpoint.names import FAILED_PREFIX, MANIFEST, POINTER, REMOVED, Committed
+from megapipe.checkpoint.names import FAILED_PREFIX, MANIFEST, POINTER, REMOVED, CheckpointName
 from megapipe.checkpoint.objects import RemotePath
-from megapipe.checkpoint.storage import Place, at, place_of
+from megapipe.checkpoint.storage import StorageLocation, at, place_of
 from megapipe.errors import CheckpointError, ConfigError
 from tests.parity.marks import in_parts
 from tests.parity.object_server import BUCKET, ObjectServer
@@ -44,7 +44,7 @@ from tests.unit.checkpoint.checkpoint_worlds import (
 SHARD = ".safetensors"
 
 
-def content(place: Place) -> dict[str, bytes]:
+def content(place: StorageLocation) -> dict[str, bytes]:
     """All files of a checkpoint."""
     return {name: at(place / name).read(1 << 20) for name in at(place).names()}
 
@@ -52,12 +52,16 @@ def content(place: Place) -> dict[str, bytes]:
 @pytest.mark.parametrize("part_bytes", [500, 1 << 25])
 @pytest.mark.parametrize("world", [1, 3])
 def test_it_has_the_very_bytes_of_a_local_one(
-    tmp_path: Path, root: Place, world: int, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    root: StorageLocation,
+    world: int,
+    part_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one request for each object, and in parts."""
     monkeypatch.setattr(module, "PART_BYTES", part_bytes)
 
-    def work(group: ThreadGroup) -> list[Place]:
+    def work(group: ThreadGroup) -> list[StorageLocation]:
         return [
             save(
                 where,
@@ -77,12 +81,14 @@ def test_it_has_the_very_bytes_of_a_local_one(
     assert_holds(remote, 0)
     assert find_newest(root) == (remote, [])
     assert at(root / POINTER).read(99) == f"{remote.name}\n".encode()
-    key = Committed.parsed(remote.name)
+    key = CheckpointName.parsed(remote.name)
     assert key is not None
     assert (key.plain, len(key.mark)) == (local.name, 16)
 
 
-def test_it_is_streamed(root: Place, store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_streamed(
+    root: StorageLocation, store: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No request has more bytes than a part and a block of a tensor, whatever a shard has."""
     monkeypatch.setattr(module, "PART_BYTES", 1000)
     monkeypatch.setattr("megapipe.checkpoint.shard._BLOCK", 400)
@@ -95,8 +101,10 @@ def test_it_is_streamed(root: Place, store: ObjectServer, monkeypatch: pytest.Mo
     assert not store.parts
 
 
-def test_the_manifest_comes_last_and_then_the_pointer(root: Place, store: ObjectServer) -> None:
-    def work(group: ThreadGroup) -> Place:
+def test_the_manifest_comes_last_and_then_the_pointer(
+    root: StorageLocation, store: ObjectServer
+) -> None:
+    def work(group: ThreadGroup) -> StorageLocation:
         pieces = flat_cut(tensors(), group.rank, 2)
         return save(root, step=3, pieces=pieces, meta=META, group=group, shard_bytes=1200)
 
@@ -113,9 +121,9 @@ def test_the_manifest_comes_last_and_then_the_pointer(root: Place, store: Object
 
 
 def test_a_region_is_read_and_no_more(
-    root: Place, store: ObjectServer, monkeypatch: pytest.MonkeyPatch
+    root: StorageLocation, store: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def work(group: ThreadGroup) -> Place:
+    def work(group: ThreadGroup) -> StorageLocation:
         pieces = flat_cut(tensors(), group.rank, 3)
         return save(root, step=3, pieces=pieces, meta=META, group=group, shard_bytes=1000)
 
@@ -143,7 +151,7 @@ def whole_of(name: str) -> Region:
     return whole(tuple(tensors()[name].shape))
 
 
-def change(store: ObjectServer, path: Place, file: str, data: bytes | None) -> None:
+def change(store: ObjectServer, path: StorageLocation, file: str, data: bytes | None) -> None:
     key = f"{BUCKET}/run/{path.name}/{file}"
     if data is None:
         del store.objects[key]
@@ -161,7 +169,7 @@ DAMAGES = {
 }
 
 
-def read_all(path: Place) -> None:
+def read_all(path: StorageLocation) -> None:
     checkpoint = Checkpoint.open(path)
     for name in checkpoint.names():
         checkpoint.read(name)
@@ -170,7 +178,7 @@ def read_all(path: Place) -> None:
 @pytest.mark.parametrize("file", [MANIFEST, f"00000-0001{SHARD}"])
 @in_parts("damage", DAMAGES, default=3, full=1)
 def test_damage_is_refused_by_name_and_the_older_one_taken(
-    root: Place, store: ObjectServer, damage: str, file: str
+    root: StorageLocation, store: ObjectServer, damage: str, file: str
 ) -> None:
     older = save_alone(root, 1, seed=1)
     path = save_alone(root, 2, seed=2, shard_bytes=1200)
@@ -191,14 +199,16 @@ def test_damage_is_refused_by_name_and_the_older_one_taken(
     assert_holds(older, 1)
 
 
-def test_what_is_not_in_the_manifest_is_refused(root: Place, store: ObjectServer) -> None:
+def test_what_is_not_in_the_manifest_is_refused(root: StorageLocation, store: ObjectServer) -> None:
     path = save_alone(root, 2)
     change(store, path, f"00001-0000{SHARD}", b"x")
     with pytest.raises(CheckpointError, match=rf"{path}/00001-0000.*is not in the manifest"):
         Checkpoint.open(path)
 
 
-def test_a_piece_is_checked_before_any_of_it_is_used(root: Place, store: ObjectServer) -> None:
+def test_a_piece_is_checked_before_any_of_it_is_used(
+    root: StorageLocation, store: ObjectServer
+) -> None:
     path = save_alone(root, 2)
     checkpoint = Checkpoint.open(path)
     name, file = "model/embedding.word.weight", f"00000-0000{SHARD}"
@@ -211,7 +221,7 @@ def test_a_piece_is_checked_before_any_of_it_is_used(root: Place, store: ObjectS
 
 
 def test_a_store_and_a_disk_exchange_checkpoints(
-    tmp_path: Path, root: Place, store: ObjectServer
+    tmp_path: Path, root: StorageLocation, store: ObjectServer
 ) -> None:
     """Copied object by object, by whatever tool."""
     local = save_alone(tmp_path, 1, seed=1)
@@ -227,7 +237,7 @@ def test_a_store_and_a_disk_exchange_checkpoints(
     assert_holds(tmp_path / remote.name, 2)
 
 
-def test_a_step_saved_again_is_a_later_checkpoint(root: Place) -> None:
+def test_a_step_saved_again_is_a_later_checkpoint(root: StorageLocation) -> None:
     paths = [save_alone(root, 5, seed=seed) for seed in (1, 2, 3)]
     keys = committed(root)
     assert [key.name for key in keys] == [path.name for path in reversed(paths)]
@@ -237,7 +247,7 @@ def test_a_step_saved_again_is_a_later_checkpoint(root: Place) -> None:
         assert_holds(path, seed)
 
 
-def test_leftovers_are_those_of_attempts_alone(root: Place, store: ObjectServer) -> None:
+def test_leftovers_are_those_of_attempts_alone(root: StorageLocation, store: ObjectServer) -> None:
     """Not what somebody copies there, nor what is another's."""
     path = save_alone(root, 1)
     stays = [f"step-00000009/00000-0000{SHARD}", "notes.txt", "step-00000008-backup/x"]
@@ -256,7 +266,7 @@ def test_leftovers_are_those_of_attempts_alone(root: Place, store: ObjectServer)
 
 
 def test_late_objects_of_a_job_that_was_taken_for_dead_harm_nobody(
-    root: Place, store: ObjectServer
+    root: StorageLocation, store: ObjectServer
 ) -> None:
     """It goes on writing, up to its manifest, after another has cleared up and saved."""
     other = save_alone(root, 4, seed=1)
@@ -270,7 +280,7 @@ def test_late_objects_of_a_job_that_was_taken_for_dead_harm_nobody(
     assert {found.name for found in committed(root)} == {path.name, other.name}
 
 
-def test_removal_takes_the_manifest_first(root: Place, store: ObjectServer) -> None:
+def test_removal_takes_the_manifest_first(root: StorageLocation, store: ObjectServer) -> None:
     paths = [save_alone(root, step, seed=step, shard_bytes=1200) for step in (1, 2, 3)]
     mark = f"{FAILED_PREFIX}{paths[0].name}"
     at(root / mark).replace(b"")
@@ -287,11 +297,11 @@ def test_removal_takes_the_manifest_first(root: Place, store: ObjectServer) -> N
     )
 
 
-def test_saves_in_the_background(tmp_path: Path, root: Place) -> None:
+def test_saves_in_the_background(tmp_path: Path, root: StorageLocation) -> None:
     counter = HashStore()
 
-    def work(group: ThreadGroup) -> Place:
-        background = Background(group, counter, shard_bytes=1200)
+    def work(group: ThreadGroup) -> StorageLocation:
+        background = AsyncSaver(group, counter, shard_bytes=1200)
         own = flat_cut(tensors(2), group.rank, 3)
         background.begin(root, step=2, pieces=own, meta=META, is_ours=lambda: None, nbytes=10**18)
         return background.finish()
@@ -301,7 +311,7 @@ def test_saves_in_the_background(tmp_path: Path, root: Place) -> None:
     assert_holds(paths[0], 2)
 
 
-def test_names_that_people_have(root: Place, store: ObjectServer) -> None:
+def test_names_that_people_have(root: StorageLocation, store: ObjectServer) -> None:
     paths = [save_alone(root, step, seed=step) for step in (1, 2)]
     assert find_checkpoint(paths[0]).step == 1
     assert find_checkpoint(root).step == 2
@@ -347,7 +357,7 @@ def test_urls_that_cannot_be_used_are_a_line(
     assert not store.requests
 
 
-def test_places_are_like_paths(root: Place) -> None:
+def test_places_are_like_paths(root: StorageLocation) -> None:
     assert isinstance(root, RemotePath)
     a, b = root / "a", root / "b"
     assert sorted([b, a]) == [a, b]

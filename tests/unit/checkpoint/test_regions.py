@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.checkpoint.regions import Region, flat_regions, intersect, miscovered, whole
+from megapipe.checkpoint.regions import Region, first_uncovered, flat_regions, intersect, whole
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -101,7 +101,7 @@ def test_miscovered_agrees_with_counting(data):
     regions = data.draw(
         st.lists(regions_in(shape, beyond=data.draw(st.integers(0, 1))), max_size=5)
     )
-    assert miscovered(shape, regions) == reference_miscovered(shape, regions)
+    assert first_uncovered(shape, regions) == reference_miscovered(shape, regions)
 
 
 @st.composite
@@ -125,16 +125,16 @@ def tilings(draw, region):
 def test_tilings_are_proved_and_their_mutants_refused(data):
     shape = data.draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
     regions = data.draw(st.permutations(data.draw(tilings(whole(shape)))))
-    assert miscovered(shape, regions) is None
+    assert first_uncovered(shape, regions) is None
     victim = data.draw(st.sampled_from(regions))
     without = [region for region in regions if region is not victim]
-    assert miscovered(shape, without) == (victim.offsets, 0)
-    assert miscovered(shape, [*regions, victim]) == (victim.offsets, 2)
+    assert first_uncovered(shape, without) == (victim.offsets, 0)
+    assert first_uncovered(shape, [*regions, victim]) == (victim.offsets, 2)
 
 
 def test_a_hole_as_big_as_an_overlap_is_seen():
     regions = [Region((0, 0), (2, 2)), Region((0, 2), (2, 2)), Region((1, 0), (2, 4))]
-    assert miscovered((4, 4), regions) == ((1, 0), 2)
+    assert first_uncovered((4, 4), regions) == ((1, 0), 2)
 
 
 def test_many_pieces_are_proved_in_linear_time():
@@ -143,9 +143,9 @@ def test_many_pieces_are_proved_in_linear_time():
         region for k in range(20_000) for _, region in flat_regions((500, 400), 10 * k, 10 * k + 10)
     ]
     grid = [Region((i, j), (1, 1)) for i, j in product(range(128), repeat=2)]
-    assert miscovered((500, 400), slices) is None
-    assert miscovered((128, 128), grid) is None
-    assert miscovered((128, 128), grid[:-1]) == ((127, 127), 0)
+    assert first_uncovered((500, 400), slices) is None
+    assert first_uncovered((128, 128), grid) is None
+    assert first_uncovered((128, 128), grid[:-1]) == ((127, 127), 0)
 
 
 @pytest.mark.parametrize(

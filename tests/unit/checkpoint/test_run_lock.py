@@ -48,7 +48,7 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
 
 
 def test_of_many_that_begin_at_once_one_gets_the_folder(tmp_path: Path) -> None:
-    leave(tmp_path, replace(heartbeat.Owner.me(), began=1.0))
+    leave(tmp_path, replace(heartbeat.Owner.this_process(), began=1.0))
     barrier, found = threading.Barrier(8), list[RunLock | ConfigError]()
 
     def begin() -> None:
@@ -74,7 +74,7 @@ def test_a_killed_job_of_this_machine_is_taken_over_from_at_once(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "STALE_S", 1e9)
-    killed = replace(heartbeat.Owner.me(), **change)
+    killed = replace(heartbeat.Owner.this_process(), **change)
     leave(tmp_path, killed)
     lock = RunLock(tmp_path)
     assert lock.taken_over == killed
@@ -85,7 +85,7 @@ def test_a_killed_job_of_this_machine_is_taken_over_from_at_once(
 def test_a_job_elsewhere_is_gone_when_its_count_stands_still(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    far = replace(heartbeat.Owner.me(), host="far", machine="far")
+    far = replace(heartbeat.Owner.this_process(), host="far", machine="far")
     leave(tmp_path, far)
     lock = RunLock(tmp_path)
     assert lock.taken_over == far
@@ -98,7 +98,7 @@ def test_a_job_elsewhere_that_counts_keeps_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "STALE_S", 20.0)
-    far = replace(heartbeat.Owner.me(), host="far", machine="far", since=0.0)
+    far = replace(heartbeat.Owner.this_process(), host="far", machine="far", since=0.0)
     place = leave(tmp_path, far)
     ended = threading.Event()
 
@@ -125,7 +125,7 @@ def test_a_number_that_a_third_job_was_given_meanwhile_is_its_own(
 ) -> None:
     """A killed job is seen; before this one has made its folder another took over and ended, and a
     third began with the first number anew."""
-    me = heartbeat.Owner.me()
+    me = heartbeat.Owner.this_process()
     leave(tmp_path, replace(me, began=1.0))
     real = Path.mkdir
 

@@ -9,11 +9,11 @@ import torch
 from safetensors import safe_open
 
 from megapipe.checkpoint import (
-    Alone,
     Checkpoint,
     Meta,
     Piece,
     Region,
+    SingleProcess,
     find_newest,
     save,
     whole,
@@ -92,7 +92,7 @@ def test_tensors_of_mixed_widths_are_aligned_in_the_file(tmp_path):
         Piece("m/b", (1,), Region((0,), (1,)), torch.ones(1, dtype=torch.float64)),
         Piece("m/c", (1,), Region((0,), (1,)), torch.ones(1)),
     ]
-    path = save(tmp_path, step=1, pieces=pieces, meta=META, group=Alone())
+    path = save(tmp_path, step=1, pieces=pieces, meta=META, group=SingleProcess())
     with open(path / "00000-0000.safetensors", "rb") as file:
         assert int.from_bytes(file.read(8), "little") % 8 == 0
     with safe_open(path / "00000-0000.safetensors", "pt") as file:
@@ -118,7 +118,7 @@ def test_equal_content_makes_equal_bytes(tmp_path):
 def test_strided_and_gradient_tensors_are_saved(tmp_path):
     tensor = torch.randn(6, 4, requires_grad=True).t()
     piece = Piece("m/t", (4, 6), whole((4, 6)), tensor)
-    path = save(tmp_path, step=1, pieces=[piece], meta=META, group=Alone())
+    path = save(tmp_path, step=1, pieces=[piece], meta=META, group=SingleProcess())
     assert torch.equal(Checkpoint.open(path).read("m/t"), tensor)
 
 
@@ -246,7 +246,7 @@ def test_ranks_of_two_runs_or_steps_are_refused(tmp_path):
 def test_a_value_that_json_lacks_is_refused(tmp_path, value):
     meta = Meta("a-run", {}, {"loss": value}, {})
     with pytest.raises(CheckpointError, match="rank 0: "):
-        save(tmp_path, step=1, pieces=[row(0, 4)], meta=meta, group=Alone())
+        save(tmp_path, step=1, pieces=[row(0, 4)], meta=meta, group=SingleProcess())
     assert find_newest(tmp_path).path is None
 
 
@@ -344,7 +344,9 @@ def test_pieces_may_be_a_generator_and_are_let_go(tmp_path):
             yield Piece(f"m/{i}", (256,), whole((256,)), tensor)
             del tensor
 
-    path = save(tmp_path, step=1, pieces=pieces(), meta=META, group=Alone(), shard_bytes=3 * 1024)
+    path = save(
+        tmp_path, step=1, pieces=pieces(), meta=META, group=SingleProcess(), shard_bytes=3 * 1024
+    )
     assert len(list(path.glob("*.safetensors"))) == 7
     assert alive == 0
     assert peak <= 4

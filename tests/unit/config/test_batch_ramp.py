@@ -51,9 +51,9 @@ def test_without_a_ramp_all_are_equal() -> None:
 def test_each_batch_has_a_schedule_that_is_proved() -> None:
     given = ["parallel.pp=2", "train.microbatch=2", "train.global_batch=16"]
     _, layout = resolve(parse([*given, "train.batch_ramp=[4, 6, 100]"]).config, 2, 257)
-    assert {batch: s.microbatches for batch, s in layout.smaller.items()} == {4: 2, 10: 5}
+    assert {batch: s.microbatches for batch, s in layout.ramp_schedules.items()} == {4: 2, 10: 5}
     assert layout.schedule.microbatches == 8
-    assert resolve(parse(given).config, 2, 257)[1].smaller == {}
+    assert resolve(parse(given).config, 2, 257)[1].ramp_schedules == {}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.demand import memory_lines
-from megapipe.plan.pace import expected
+from megapipe.plan.pace import simulate_step
 from megapipe.plan.units import Units
 from megapipe.schedule.timing.simulate import simulate
 from tests.parity.families import count
@@ -85,7 +85,7 @@ def test_preset(path: Path, replicas: int) -> None:
     assert config.run.name == path.stem
     if path.stem in PARAMETERS:
         assert count(config.model) == PARAMETERS[path.stem]
-        assert layout.model.active() == ACTIVE.get(path.stem, PARAMETERS[path.stem])
+        assert layout.model.active_parameters() == ACTIVE.get(path.stem, PARAMETERS[path.stem])
 
 
 @pytest.mark.parametrize("name", [n for n in PARAMETERS if n.startswith(("gpt3", "mt_nlg"))])
@@ -109,8 +109,8 @@ def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
         assert f"; fits in {memory_gb} GB" in total
         if not path.stem.startswith("quickstart"):
             assert speeds.tflops is not None
-            by_flops = simulate(layout.listed, layout.cost).bubble_makespan
-            bubble = max(expected(Units(config, layout), speeds).bubble_makespan, by_flops)
+            by_flops = simulate(layout.run_schedule, layout.cost).bubble_makespan
+            bubble = max(simulate_step(Units(config, layout), speeds).bubble_makespan, by_flops)
             assert bubble < BUBBLES.get(path.stem, 0.04)
 
 

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.config.strict_yaml import Entry, YamlError, dump, parse_mapping, parse_value, text_of
+from megapipe.config.strict_yaml import (
+    YamlEntry,
+    YamlError,
+    dump,
+    parse_mapping,
+    parse_value,
+    text_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +88,11 @@ def test_refused(text: str, words: str, line: int) -> None:
 def test_mapping_has_dotted_names_and_lines() -> None:
     text = "# comment\nmodel:\n  layers: 4\n  hidden: 8\n\nparallel: {tp: 2}\ntrain:\nrun.name: x\n"
     assert parse_mapping(text) == [
-        Entry("model.layers", 4, 3),
-        Entry("model.hidden", 8, 4),
-        Entry("parallel.tp", 2, 6),
-        Entry("train", None, 7),
-        Entry("run.name", "x", 8),
+        YamlEntry("model.layers", 4, 3),
+        YamlEntry("model.hidden", 8, 4),
+        YamlEntry("parallel.tp", 2, 6),
+        YamlEntry("train", None, 7),
+        YamlEntry("run.name", "x", 8),
     ]
     assert parse_mapping("") == []
 

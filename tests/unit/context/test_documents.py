@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megapipe.context.documents import Ids, within_documents
-from megapipe.context.entries import entries
-from megapipe.context.split import Order, Split
+from megapipe.context.entries import score_rects
+from megapipe.context.split import Order, PositionSplit
 
 ROWS = 3
 
@@ -27,10 +27,10 @@ def some_documents(generator: np.random.Generator, length: int) -> Ids:
 def test_what_is_computed(ring: int, order: Order, parts: tuple[int, ...]) -> None:
     """Each score of a query with itself and what comes before it in its document, once; of keys
     that all come before the queries at most one rectangle a row. Also over slices."""
-    split = Split(ring, 1, order)
+    split = PositionSplit(ring, 1, order)
     lengths = [2 * n * split.multiple for n in parts]
     length, generator = sum(lengths), np.random.default_rng(ring)
-    blocks = split.held(lengths, 0).blocks
+    blocks = split.local(lengths, 0).blocks
     for _ in range(5):
         ids = some_documents(generator, length)
         found: Counter[tuple[int, int, int]] = Counter()
@@ -39,7 +39,7 @@ def test_what_is_computed(ring: int, order: Order, parts: tuple[int, ...]) -> No
             stop = start + each // ring
             for q, k in itertools.product(blocks, repeat=2):
                 queries, keys = q.rows(start, stop), k.rows(0, stop)
-                for entry in entries(queries, keys):
+                for entry in score_rects(queries, keys):
                     inside = list(within_documents([entry], queries, keys, ids))
                     if not entry.causal:
                         assert max(Counter(part.row for part in inside).values(), default=0) <= 1

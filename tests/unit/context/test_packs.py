@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from megapipe.context.entries import Entry
+from megapipe.context.entries import ScoreRect
 from megapipe.context.packs import ALWAYS, PADDING, joined, most_together, together
 
 
-def square(start: int, stop: int, row: int) -> Entry:
-    return Entry(slice(start, stop), slice(start, stop), True, row)
+def square(start: int, stop: int, row: int) -> ScoreRect:
+    return ScoreRect(slice(start, stop), slice(start, stop), True, row)
 
 
 def test_short_ones_of_a_kind() -> None:
     """Up to half of the positions, however many samples there are."""
-    full = [Entry(slice(0, 8), slice(8, 16), False, row) for row in range(2)]
+    full = [ScoreRect(slice(0, 8), slice(8, 16), False, row) for row in range(2)]
     wide, tall = (
-        Entry(slice(0, 1), slice(7, 16), False, 2),
-        Entry(slice(0, 9), slice(15, 16), False),
+        ScoreRect(slice(0, 1), slice(7, 16), False, 2),
+        ScoreRect(slice(0, 9), slice(15, 16), False),
     )
     short = [square(0, 8, 0), square(8, 9, 0), square(9, 16, 0)]
     long = square(0, 9, 1)

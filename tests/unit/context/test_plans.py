@@ -107,7 +107,7 @@ def test_bundles_that_a_rank_has(plan: Plan) -> None:
                     if bundle[0] == kind and begin <= number <= part.needed[bundle]
                 ]
                 most[kind] = max(most[kind], 1 + len(others))
-    assert plan.held == most
+    assert plan.max_bundles == most
 
 
 def sends(plan: Plan, what: str, kind: str, *, backward: bool = False) -> list[int]:
@@ -127,7 +127,7 @@ def test_messages_of_a_ring(n: int) -> None:
     assert sends(plan, "bundle", "keys") == [n - 1] * n
     assert sends(plan, "gradient", "keys", backward=True) == [n - 1] * n
     assert sends(plan, "partial", "queries") == [0] * n
-    assert plan.held == {"queries": 1, "keys": min(n, 3)}
+    assert plan.max_bundles == {"queries": 1, "keys": min(n, 3)}
     turned = plans.travelling_queries(plan)
     assert sends(turned, "bundle", "queries", backward=True) == [n - 1] * n
     assert sends(turned, "gradient", "keys", backward=True) == [0] * n

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from megapipe.context import plans
-from megapipe.context.entries import entries
+from megapipe.context.entries import score_rects
 from megapipe.context.plan import Message, Plan
-from megapipe.context.simulate import Link, Timed, simulate
-from megapipe.context.split import Order, Split
+from megapipe.context.simulate import MessageLink, PlanTiming, simulate
+from megapipe.context.split import Order, PositionSplit
 
 
-def timed(plan: Plan, work: float, message: float) -> Timed:
+def timed(plan: Plan, work: float, message: float) -> PlanTiming:
     """All pairs take as long, and all messages."""
-    return simulate(plan, plan.forward, lambda i, j: work, lambda _: Link("", message))
+    return simulate(plan, plan.forward, lambda i, j: work, lambda _: MessageLink("", message))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
@@ -28,8 +28,8 @@ def test_gradients_follow_a_ring() -> None:
     """The last of them comes home after its last rank is through: one hop more."""
     plan = plans.ring(4)
 
-    def link(message: Message) -> Link:
-        return Link(message.what, 1.0)
+    def link(message: Message) -> MessageLink:
+        return MessageLink(message.what, 1.0)
 
     assert simulate(plan, plan.backward, lambda i, j: 2.0, link) == (9.0, 8.0)
 
@@ -39,9 +39,9 @@ def test_gradients_follow_a_ring() -> None:
 def test_a_double_ring_over_nodes(n: int, inner: int, slow: float) -> None:
     """Row 6.09: with fast links within a node it waits less than a flat ring does."""
 
-    def link(message: Message) -> Link:
+    def link(message: Message) -> MessageLink:
         within = message.source // inner == message.target // inner
-        return Link(within, 0.5 if within else slow)
+        return MessageLink(within, 0.5 if within else slow)
 
     def exposed(plan: Plan) -> float:
         return simulate(plan, plan.forward, lambda i, j: 1.0, link).exposed
@@ -55,13 +55,13 @@ def test_stripes_against_pieces(n: int) -> None:
     length = 256 * n
 
     def seconds(order: Order) -> float:
-        blocks = Split(n, 1, order).held([length], 0).blocks
+        blocks = PositionSplit(n, 1, order).local([length], 0).blocks
 
         def work(i: int, j: int) -> float:
-            return float(sum(entry.scores for entry in entries(blocks[i], blocks[j])))
+            return float(sum(entry.scores for entry in score_rects(blocks[i], blocks[j])))
 
         plan = plans.ring(n)
-        return simulate(plan, plan.forward, work, lambda _: Link("", 0.0)).whole
+        return simulate(plan, plan.forward, work, lambda _: MessageLink("", 0.0)).whole
 
     assert seconds("contiguous") / seconds("striped") == pytest.approx((2 * n - 1) / n, rel=0.02)
     assert seconds("striped") / seconds("zigzag") == pytest.approx(1, rel=0.02)
@@ -72,8 +72,8 @@ def test_a_link_carries_one_message_at_a_time() -> None:
     plan = plans.teams(4, 2)
 
     def end(of: str) -> float:
-        def link(message: Message) -> Link:
-            return Link(message.kind if of == "each" else "", 3.0)
+        def link(message: Message) -> MessageLink:
+            return MessageLink(message.kind if of == "each" else "", 3.0)
 
         return simulate(plan, plan.forward, lambda i, j: 1.0, link).whole
 

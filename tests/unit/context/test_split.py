@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 
-from megapipe.context.entries import entries
-from megapipe.context.positions import Positions, Run
-from megapipe.context.split import Order, Split
+from megapipe.context.entries import score_rects
+from megapipe.context.positions import Positions, StridedRange
+from megapipe.context.split import Order, PositionSplit
 
 ORDERS: list[Order] = ["zigzag", "striped", "contiguous"]
 SPLITS = [
-    Split(ring, ulysses, order, heads_first)
+    PositionSplit(ring, ulysses, order, heads_first)
     for ring, ulysses, order, heads_first in itertools.product(
         (1, 2, 3, 4), (1, 2, 3), ORDERS, (True, False)
     )
 ]
 
 
-def some_length(split: Split) -> int:
+def some_length(split: PositionSplit) -> int:
     return 3 * split.multiple
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_each_position_is_held_once(split: Split) -> None:
+def test_each_position_is_held_once(split: PositionSplit) -> None:
     length = some_length(split)
     held = [list(split.own(0, length, index)) for index in range(split.cp)]
     assert sorted(itertools.chain(*held)) == list(range(length))
@@ -34,7 +34,7 @@ def test_each_position_is_held_once(split: Split) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_parts_of_those_who_split_heads_are_the_block_when_joined(split: Split) -> None:
+def test_parts_of_those_who_split_heads_are_the_block_when_joined(split: PositionSplit) -> None:
     length = some_length(split)
     places = [split.place(index) for index in range(split.cp)]
     assert sorted(places) == list(itertools.product(range(split.ring), range(split.ulysses)))
@@ -45,36 +45,38 @@ def test_parts_of_those_who_split_heads_are_the_block_when_joined(split: Split) 
 
 
 def test_which_positions() -> None:
-    assert list(Split(2, 1, "zigzag").own(0, 8, 0)) == [0, 1, 6, 7]
-    assert list(Split(2, 1, "zigzag").own(0, 8, 1)) == [2, 3, 4, 5]
-    assert list(Split(2, 1, "striped").own(8, 6, 1)) == [9, 11, 13]
-    assert list(Split(3, 1, "contiguous").own(0, 6, 2)) == [4, 5]
-    assert list(Split(2, 2, "zigzag").own(0, 8, 1)) == [6, 7]
-    assert list(Split(2, 2, "zigzag", heads_first=False).own(0, 8, 1)) == [2, 3]
-    assert list(Split(1, 4).own(0, 8, 2)) == [4, 5]
+    assert list(PositionSplit(2, 1, "zigzag").own(0, 8, 0)) == [0, 1, 6, 7]
+    assert list(PositionSplit(2, 1, "zigzag").own(0, 8, 1)) == [2, 3, 4, 5]
+    assert list(PositionSplit(2, 1, "striped").own(8, 6, 1)) == [9, 11, 13]
+    assert list(PositionSplit(3, 1, "contiguous").own(0, 6, 2)) == [4, 5]
+    assert list(PositionSplit(2, 2, "zigzag").own(0, 8, 1)) == [6, 7]
+    assert list(PositionSplit(2, 2, "zigzag", heads_first=False).own(0, 8, 1)) == [2, 3]
+    assert list(PositionSplit(1, 4).own(0, 8, 2)) == [4, 5]
 
 
 def test_slices_are_split_each_by_itself() -> None:
-    held = Split(2, 1, "zigzag").held([8, 4], 1)
+    held = PositionSplit(2, 1, "zigzag").local([8, 4], 1)
     assert list(held.own) == [2, 3, 4, 5, 9, 10]
     assert [list(block) for block in held.blocks] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 
 
 def test_rows_of_positions() -> None:
-    positions = Positions((Run(10, 3), Run(0, 3, 4)))
+    positions = Positions((StridedRange(10, 3), StridedRange(0, 3, 4)))
     assert positions.count == 6
     assert list(positions) == [10, 11, 12, 0, 4, 8]
     assert list(positions.rows(2, 5)) == [12, 0, 4]
     assert list(positions.part(1, 3)) == [12, 0]
     assert list(range(100)[positions.runs[1].here]) == [0, 4, 8]
-    assert Positions.of([Run(2, 2), Run(4, 1), Run(6, 0), Run(7, 2)]).runs == (Run(2, 3), Run(7, 2))
+    assert Positions.of(
+        [StridedRange(2, 2), StridedRange(4, 1), StridedRange(6, 0), StridedRange(7, 2)]
+    ).runs == (StridedRange(2, 3), StridedRange(7, 2))
 
 
 def scores_of(queries: Positions, keys: Positions) -> list[tuple[int, int]]:
     """The pairs of positions that the entries hold."""
     at, of = list(queries), list(keys)
     found = []
-    for entry in entries(queries, keys):
+    for entry in score_rects(queries, keys):
         rows, columns = at[entry.queries], of[entry.keys]
         if entry.causal:
             assert len(rows) == len(columns)
@@ -98,9 +100,9 @@ def scores_of(queries: Positions, keys: Positions) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("ring", [1, 2, 3, 4, 5])
 def test_entries_are_what_is_causal(ring: int, order: Order, lengths: tuple[int, ...]) -> None:
     """Over all blocks each score of a query with itself and what comes before it, once."""
-    split = Split(ring, 1, order)
+    split = PositionSplit(ring, 1, order)
     lengths = tuple(2 * split.multiple * n for n in lengths)
-    held, length, start = split.held(lengths, 0), sum(lengths), 0
+    held, length, start = split.local(lengths, 0), sum(lengths), 0
     found: list[tuple[int, int]] = []
     for each in lengths:
         stop = start + each // ring
@@ -112,10 +114,10 @@ def test_entries_are_what_is_causal(ring: int, order: Order, lengths: tuple[int,
 
 def work(order: Order, ring: int, length: int) -> list[list[int]]:
     """Scores of each round and rank of a ring."""
-    blocks = Split(ring, 1, order).held([length], 0).blocks
+    blocks = PositionSplit(ring, 1, order).local([length], 0).blocks
     return [
         [
-            sum(entry.scores for entry in entries(blocks[p], blocks[(p - t) % ring]))
+            sum(entry.scores for entry in score_rects(blocks[p], blocks[(p - t) % ring]))
             for p in range(ring)
         ]
         for t in range(ring)

@@ -17,11 +17,11 @@ from megapipe.config.model import ModelConfig
 from megapipe.convert import HuggingFaceFolder, check_export, class_check, export
 from megapipe.convert.class_check import at_toy_width, check_class, narrowed
 from megapipe.errors import ConfigError
-from megapipe.layout.family import make_family
+from megapipe.layout.family import make_model_spec
 from megapipe.model.gpt.hf.config import config_from_hf, config_to_hf, row_of
 from megapipe.model.gpt.hf.rope import PARTIAL_ROPE, ROPE
-from megapipe.model.gpt.hf.table import TABLE, Row
-from megapipe.model.interface import Conditions
+from megapipe.model.gpt.hf.table import TABLE, HFClass
+from megapipe.model.interface import RunShape
 from tests.parity.converted import write_checkpoint
 from tests.parity.pairs import Choice, Pairs
 from tests.parity.reference import init_random
@@ -89,7 +89,7 @@ OF_HIDDEN: dict[str, tuple[str, Callable[[int], float]]] = {
 """Fields that the class has no key for."""
 
 
-def dimensions(row: Row) -> dict[str, tuple[Any, ...]]:
+def dimensions(row: HFClass) -> dict[str, tuple[Any, ...]]:
     """Values of the fields that a row's class has keys for, those of its model first."""
     claimed = dict.fromkeys(name for part in row.parts for name in part.fields)
     if "rotary_base" in claimed:
@@ -110,14 +110,14 @@ def dimensions(row: Row) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def plain_choice(row: Row, names: Iterable[str]) -> Choice:
+def plain_choice(row: HFClass, names: Iterable[str]) -> Choice:
     model = PLAIN[row.model_type]
     fields = model.model_dump() | {f"moe.{n}": v for n, v in model.moe.model_dump().items()}
     fields |= {"rope": "plain", "moe.dense_layers": tuple(model.moe.dense_layers)}
     return {name: fields[name] for name in names}
 
 
-def changed(row: Row, choice: Choice) -> ModelConfig:
+def changed(row: HFClass, choice: Choice) -> ModelConfig:
     """The row's plain model with the values of a choice."""
     plain = PLAIN[row.model_type]
     fields = {name: value for name, value in choice.items() if "." not in name}
@@ -133,13 +133,13 @@ def changed(row: Row, choice: Choice) -> ModelConfig:
     return plain.model_copy(update=fields).resolved(vocab_size=None, sequence_length=0)
 
 
-def model_with(row: Row, choice: Choice) -> ModelConfig:
+def model_with(row: HFClass, choice: Choice) -> ModelConfig:
     """The same. Raises ConfigError where the package, or the row, does not take it."""
     model = changed(row, choice)
     row_of(model, row.model_type)
     assert model.vocab_size is not None
     assert model.max_positions is not None
-    make_family(model, Conditions(model.max_positions, microbatch=1, tp=1)).check()
+    make_model_spec(model, RunShape(model.max_positions, microbatch=1, tp=1)).check()
     return model
 
 
@@ -186,14 +186,14 @@ def test_a_little_more_in_the_norms_is_another_model() -> None:
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Row]:
+def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, HFClass]:
     """The table, as a test changes it."""
     for name, row in TABLE.items():
         monkeypatch.setitem(TABLE, name, row)
     return TABLE
 
 
-def use_the_share(table: dict[str, Row], model_type: str) -> None:
+def use_the_share(table: dict[str, HFClass], model_type: str) -> None:
     """As if the class rotated a share of a head's values."""
     row = table[model_type]
     partial = PARTIAL_ROPE._replace(write_old=lambda model: {})
@@ -201,7 +201,7 @@ def use_the_share(table: dict[str, Row], model_type: str) -> None:
     table[model_type] = replace(row, parts=parts)
 
 
-def test_a_config_that_describes_another_model_is_refused(table: dict[str, Row]) -> None:
+def test_a_config_that_describes_another_model_is_refused(table: dict[str, HFClass]) -> None:
     row = table["gpt_neox"]
     old = PARTIAL_ROPE._replace(write_old=lambda model: {"rope_scaling": {"rope_type": "default"}})
     parts = tuple(old if part is PARTIAL_ROPE else part for part in row.parts)
@@ -212,7 +212,7 @@ def test_a_config_that_describes_another_model_is_refused(table: dict[str, Row])
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral"])
 def test_a_key_that_the_class_keeps_and_ignores_is_named(
-    model_type: str, table: dict[str, Row], tmp_path: Path
+    model_type: str, table: dict[str, HFClass], tmp_path: Path
 ) -> None:
     use_the_share(table, model_type)
     model = PLAIN[model_type].model_copy(update={"head_dim": 8, "rotary_share": 0.5, "hidden": 32})
@@ -233,7 +233,9 @@ def test_a_key_that_the_class_keeps_and_ignores_is_named(
         HuggingFaceFolder.open(tmp_path)
 
 
-def test_a_key_of_the_class_that_the_table_does_not_know_is_named(table: dict[str, Row]) -> None:
+def test_a_key_of_the_class_that_the_table_does_not_know_is_named(
+    table: dict[str, HFClass],
+) -> None:
     table["gpt2"] = replace(table["gpt2"], required={})
     config = config_to_hf(PLAIN["gpt2"])
     check_class(config)
@@ -263,7 +265,7 @@ def test_a_key_is_named_with_its_own_value(monkeypatch: pytest.MonkeyPatch) -> N
         check_class(config)
 
 
-def test_a_class_that_fails_is_told_with_its_error(table: dict[str, Row]) -> None:
+def test_a_class_that_fails_is_told_with_its_error(table: dict[str, HFClass]) -> None:
     use_the_share(table, "llama")
     changes = {"head_dim": 8, "rotary_share": 0.5, "hidden": 32, **ROPE_SETTINGS["llama_linear"]}
     with pytest.raises(ConfigError, match=r"partial_rotary_factor = 0.5: .*must match the size"):

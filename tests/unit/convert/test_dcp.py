@@ -19,7 +19,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.convert import export
 from megapipe.convert.commands import main
 from megapipe.convert.dcp.files import DcpFiles
-from megapipe.convert.dcp.folder import OwnNames, open_dcp
+from megapipe.convert.dcp.folder import NativeTensors, open_dcp
 from megapipe.errors import CheckpointError
 from megapipe.model.gpt.hf.weights import to_hf
 from tests.parity.both_ways import write_run
@@ -104,7 +104,7 @@ def test_experts_and_their_biases_by_our_names(
     name = next(name for name in index.tensors if name.endswith("router.bias"))
     del index.tensors[name]
     with pytest.raises(CheckpointError, match=f"tensor {name} is none; the model has"):
-        OwnNames(Path("dcp"), model, index)
+        NativeTensors(Path("dcp"), model, index)
 
 
 def in_pairs(weight: Tensor, head_dim: int) -> Tensor:

@@ -18,7 +18,7 @@ from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import parse, stored_model
 from megapipe.config.model import ModelConfig
-from megapipe.convert import HuggingFaceFolder, adopt, export
+from megapipe.convert import HuggingFaceFolder, export, import_model
 from megapipe.convert.describe import as_configuration
 from megapipe.convert.tensor_files import TensorFiles
 from megapipe.errors import CheckpointError, ConfigError
@@ -103,7 +103,7 @@ def test_from_megapipe_to_transformers_and_back(case: str, tmp_path: Path) -> No
 
     folder = HuggingFaceFolder.open(tmp_path / "hf")
     assert folder.model == model
-    adopt(folder, tmp_path / "back", tokenizer="byte", shard_bytes=5000)
+    import_model(folder, tmp_path / "back", tokenizer="byte", shard_bytes=5000)
     assert_same(tensors_of(newest(tmp_path / "back")), params)
     assert stored_model(newest(tmp_path / "back").config) == model
 
@@ -199,7 +199,7 @@ def test_from_transformers_to_megapipe_and_back(case: str, dtype: str, tmp_path:
 
     folder = HuggingFaceFolder.open(tmp_path / "hf")
     assert folder.model == model
-    adopt(folder, tmp_path / "run", tokenizer="byte", shard_bytes=10_000)
+    import_model(folder, tmp_path / "run", tokenizer="byte", shard_bytes=10_000)
     checkpoint = newest(tmp_path / "run")
     assert stored_model(checkpoint.config) == model
     assert checkpoint.step == 0

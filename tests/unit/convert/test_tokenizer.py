@@ -22,7 +22,7 @@ from megapipe.convert.tokenizer import (
 )
 from megapipe.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megapipe.generate.generator import Generator
-from megapipe.inference.source import Source
+from megapipe.inference.source import ModelInfo
 from megapipe.model.gpt.hf.config import row_of
 from tests.parity.converted import write_checkpoint
 from tests.parity.reference import init_random
@@ -120,13 +120,13 @@ def test_an_export_begins_a_text_as_generate_does(make: Any, tmp_path: Path) -> 
     export(checkpoint, tmp_path / "hf", tokenizer=name, warn=warned.append)
     assert warned == []
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    source = Source.of(checkpoint, tokenizer=name, context=16)
+    source = ModelInfo.of(checkpoint, tokenizer=name, context=16)
     generator = Generator(cast(Any, SimpleNamespace(source=source)))
     for text in (*TEXTS, *SAMPLES, ""):
         assert theirs(text).input_ids == list(generator.prompt(text).ids)
     assert theirs("a", "b").input_ids == theirs("a").input_ids + theirs("b").input_ids
     opened = load_tokenizer(str(tmp_path / "hf"))
-    assert cast(Any, opened).opening == source.opening, "generate begins so with the folder too"
+    assert cast(Any, opened).bos_tokens == source.opening, "generate begins so with the folder too"
 
 
 def test_one_that_cannot_begin_so_is_told(tmp_path: Path) -> None:

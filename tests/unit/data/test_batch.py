@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapipe.config.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
-from megapipe.data.batch import Batches, Source
+from megapipe.data.batch import Batches, SampleSource
 from megapipe.data.build import build_batches
 from megapipe.data.dataset import TokenDataset
 from megapipe.data.order import order
@@ -42,7 +42,7 @@ def batches(
         return order(1, n, number) if shuffle else number % n
 
     defaults = {"vocab_size": 257, "mask_document_ends": False, "eod": EOD}
-    return Batches([Source(dataset, sample_at)], **(defaults | settings))
+    return Batches([SampleSource(dataset, sample_at)], **(defaults | settings))
 
 
 def test_rows_in_file_order(tmp_path: Path) -> None:

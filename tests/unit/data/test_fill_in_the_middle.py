@@ -15,11 +15,11 @@ from megapipe.data.build import build_batches
 from megapipe.data.dataset import Stream, TokenDataset
 from megapipe.data.fill_in_the_middle import (
     FillInTheMiddle,
-    Marks,
+    FimTokens,
     PackedInTheMiddle,
     WindowsInTheMiddle,
 )
-from megapipe.data.packing import Rule, open_packing
+from megapipe.data.packing import PackingRule, open_packing
 from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
 from megapipe.data.tokens import TokenFile, TokenWriter
@@ -35,7 +35,7 @@ L = 16
 def change(
     rate: float = 1.0, spm_rate: float = 0.5, seed: int = 3, source: str = ""
 ) -> FillInTheMiddle:
-    return FillInTheMiddle(Marks(P, S, M), EOD, rate, spm_rate, seed, source)
+    return FillInTheMiddle(FimTokens(P, S, M), EOD, rate, spm_rate, seed, source)
 
 
 def undone(tokens: list[int]) -> list[int]:
@@ -138,7 +138,7 @@ def test_windows_keep_their_length(tmp_path: Path) -> None:
 def test_packed_documents_fit_with_their_marks(rate: float, tmp_path: Path) -> None:
     given = documents(60)
     file = write(tmp_path / "x", given)
-    packing = open_packing(Stream.of(file), Rule(L, spare=3), tmp_path / "cache")
+    packing = open_packing(Stream.of(file), PackingRule(L, spare=3), tmp_path / "cache")
     dataset = PackedInTheMiddle(file, packing, L, EOD, change(rate=rate))
     found = []
     for number in range(len(dataset)):
@@ -157,7 +157,7 @@ def test_packed_documents_fit_with_their_marks(rate: float, tmp_path: Path) -> N
     assert sorted(found) == sorted(pieces)
     assert "whose documents are rearranged (data.fim_rate)" in dataset.place(0, 0, label=True)
     with pytest.raises(DataError, match=r"train.sequence_length=3: expected more than the 3"):
-        open_packing(Stream.of(file), Rule(3, spare=3), tmp_path / "cache")
+        open_packing(Stream.of(file), PackingRule(3, spare=3), tmp_path / "cache")
 
 
 @pytest.fixture

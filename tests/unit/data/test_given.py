@@ -9,7 +9,7 @@ import pytest
 from megapipe.config.config import Config, DataConfig, TrainConfig
 from megapipe.data.build import build_batches
 from megapipe.data.dataset import Split, Stream, TokenDataset
-from megapipe.data.given import GivenTokens, given_tokens, is_given
+from megapipe.data.given import TokenFileCorpus, given_tokens, is_token_file
 from megapipe.data.sources import Sources, load_sources
 from megapipe.data.stored import write_checksums
 from megapipe.data.tokenizer import ByteTokenizer
@@ -29,7 +29,7 @@ def config(source: Path | str, fraction: float = 0.02) -> DataConfig:
     return DataConfig(source=str(source), validation_fraction=fraction)
 
 
-def part(corpus: GivenTokens, split: Split) -> Stream:
+def part(corpus: TokenFileCorpus, split: Split) -> Stream:
     found = corpus.part(split)
     assert found is not None
     return found
@@ -38,29 +38,29 @@ def part(corpus: GivenTokens, split: Split) -> Stream:
 def test_a_prefix_and_its_files_name_it(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x.v1", [[1, 2], [3, 4]])
     for name in ("x.v1", "x.v1.bin", "x.v1.idx"):
-        assert is_given(str(tmp_path / name))
+        assert is_token_file(str(tmp_path / name))
         assert part(given_tokens(config(tmp_path / name)), "train").file.prefix == prefix
-    assert not is_given("stdlib")
-    assert not is_given(str(tmp_path))
-    assert not is_given(str(tmp_path / "y"))
-    assert not is_given(str(tmp_path / "y.bin"))
+    assert not is_token_file("stdlib")
+    assert not is_token_file(str(tmp_path))
+    assert not is_token_file(str(tmp_path / "y"))
+    assert not is_token_file(str(tmp_path / "y.bin"))
     (tmp_path / "x.v1").write_text("a text of that name comes first")
-    assert not is_given(str(tmp_path / "x.v1"))
+    assert not is_token_file(str(tmp_path / "x.v1"))
 
 
 def test_the_cache_that_megatron_lm_leaves_beside_it_is_no_corpus(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x", [[1, 2], [3, 4]])
     (prefix / "cache/GPTDataset_indices").mkdir(parents=True)
-    assert is_given(str(prefix))
+    assert is_token_file(str(prefix))
     (prefix / "a.txt").write_text("texts of that name come first")
-    assert not is_given(str(prefix))
+    assert not is_token_file(str(prefix))
 
 
 @pytest.mark.parametrize("left", ["bin", "idx"])
 def test_a_half_is_missed(tmp_path: Path, left: str) -> None:
     prefix = write(tmp_path / "x", [[1, 2], [3, 4]])
     (tmp_path / f"x.{'idx' if left == 'bin' else 'bin'}").unlink()
-    assert is_given(str(prefix))
+    assert is_token_file(str(prefix))
     with pytest.raises(DataError, match=r"token file .*/x\.\w\w\w: No such file"):
         given_tokens(config(prefix))
 

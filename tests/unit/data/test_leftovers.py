@@ -15,7 +15,7 @@ from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
 from megapipe.data.prepare import prepare
 from megapipe.data.prepare.leftovers import KEPT_S, MAKER, SILENT_S
-from megapipe.data.prepare.once import make_once
+from megapipe.data.prepare.once import build_once
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.train.corpus import prepare_on_all
@@ -29,7 +29,7 @@ def leave(cache: Path, name: str, *, age: float = 0.0, **maker: object) -> Path:
     folder.mkdir(parents=True)
     (folder / "000000.bin").write_bytes(bytes(2_000_000))
     if maker:
-        me = vars(heartbeat.Owner.me())
+        me = vars(heartbeat.Owner.this_process())
         (folder / MAKER).write_text(json.dumps({**me, **maker}))
     then = time.time() - age
     for path in (*folder.iterdir(), folder):
@@ -40,7 +40,7 @@ def leave(cache: Path, name: str, *, age: float = 0.0, **maker: object) -> Path:
 def make(cache: Path) -> list[str]:
     """The lines of a preparation in the cache."""
     lines: list[str] = []
-    make_once(cache / "new", lambda new: (new / "content").touch(), lines.append)
+    build_once(cache / "new", lambda new: (new / "content").touch(), lines.append)
     return lines
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.data import mixture as module
-from megapipe.data.mixture import Mixture, Recipe, weight_plan
+from megapipe.data.mixture import Mixture, MixtureRecipe, weight_plan
 from megapipe.errors import DataError
 
 NAMES = ["a", "b", "c", "d", "e"]
@@ -26,7 +26,7 @@ def dealt(mixture: Mixture, samples: int) -> list[list[int]]:
 
 
 def of(weights: list[float], most: list[int | None] | None = None) -> Mixture:
-    recipe = Recipe([(0, weights)], most or [None] * len(weights))
+    recipe = MixtureRecipe([(0, weights)], most or [None] * len(weights))
     return Mixture(recipe, NAMES[: len(weights)])
 
 
@@ -96,7 +96,7 @@ def test_what_is_used_up_is_left_out(sources: list[tuple[float, int | None]]) ->
 
 def test_weights_change_at_their_sample() -> None:
     plan = [(0, [1.0, 0.0]), (10, [0.0, 1.0]), (25, [1.0, 1.0])]
-    mixture = Mixture(Recipe(plan, [None, 20]), ["a", "b"])
+    mixture = Mixture(MixtureRecipe(plan, [None, 20]), ["a", "b"])
     sources = [mixture(sample).source for sample in range(45)]
     assert sources[:10] == [0] * 10
     assert sources[10:25] == [1] * 15
@@ -106,7 +106,7 @@ def test_weights_change_at_their_sample() -> None:
 
 
 def test_a_source_may_be_empty_until_weights_change() -> None:
-    mixture = Mixture(Recipe([(0, [1.0, 0.0]), (10, [1.0, 1.0])], [4, None]), ["a", "b"])
+    mixture = Mixture(MixtureRecipe([(0, [1.0, 0.0]), (10, [1.0, 1.0])], [4, None]), ["a", "b"])
     assert [mixture(sample).source for sample in range(4)] == [0] * 4
     with pytest.raises(DataError, match="are used up after 4 samples"):
         mixture(4)

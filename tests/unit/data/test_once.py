@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.data.prepare.once import MAKER, make_once
+from megapipe.data.prepare.once import MAKER, build_once
 from megapipe.util import heartbeat
 
 
@@ -39,7 +39,7 @@ def leave_attempt(folder: Path, number: int, **maker: object) -> Path:
 
 def make(folder: Path) -> list[str]:
     lines: list[str] = []
-    make_once(folder, content(), lines.append)
+    build_once(folder, content(), lines.append)
     assert [path.name for path in folder.iterdir()] == ["content"]
     assert list(folder.parent.iterdir()) == [folder]
     return lines
@@ -48,7 +48,7 @@ def make(folder: Path) -> list[str]:
 def test_the_first_makes_it_and_others_find_it(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "corpus"
     assert make(folder) == []
-    make_once(folder, content("y"))
+    build_once(folder, content("y"))
     assert (folder / "content").read_text() == "x"
 
 
@@ -57,7 +57,7 @@ def test_an_error_leaves_nothing_and_the_next_one_begins_anew(tmp_path: Path) ->
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        make_once(tmp_path / "corpus", fail)
+        build_once(tmp_path / "corpus", fail)
     assert list(tmp_path.iterdir()) == []
     assert make(tmp_path / "corpus") == []
 
@@ -86,7 +86,7 @@ def test_a_process_of_this_machine_that_is_not_there_is_gone_at_once(
 ) -> None:
     """Also one whose number another process has now."""
     monkeypatch.setattr(heartbeat, "STALE_S", 1e9)
-    me = heartbeat.Owner.me()
+    me = heartbeat.Owner.this_process()
     told = {"host": me.host, "machine": me.machine, "process": me.process, "began": me.began}
     assert not heartbeat.Owner(**told).ended  # type: ignore[arg-type]
     leave_attempt(tmp_path / "corpus", 1, **{**told, **change})
@@ -106,11 +106,11 @@ def test_a_maker_that_counts_is_waited_for_and_one_that_slept_loses_nothing(
         assert go.wait(30)
         content("first")(own)
 
-    first = threading.Thread(target=make_once, args=(folder, fill))
+    first = threading.Thread(target=build_once, args=(folder, fill))
     first.start()
     while not folder.with_name(".corpus.1").exists():
         pass
-    second = threading.Thread(target=make_once, args=(folder, content("second"), lines.append))
+    second = threading.Thread(target=build_once, args=(folder, content("second"), lines.append))
     second.start()
     waited.wait(4 * heartbeat.STALE_S)
     assert second.is_alive()

@@ -16,7 +16,7 @@ from megapipe.data import commands
 from megapipe.data.batch import Batches
 from megapipe.data.build import build_batches
 from megapipe.data.order import order
-from megapipe.data.own import ARGUMENTS, OwnData, own_data
+from megapipe.data.own import ARGUMENTS, UserDataset, own_data
 from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.errors import ConfigError, DataError
@@ -128,7 +128,7 @@ def config(name: str, *overrides: str) -> Config:
     return resolve(parse(given).config, 1, 257)[0]
 
 
-def made(name: str, *overrides: str) -> OwnData:
+def made(name: str, *overrides: str) -> UserDataset:
     return own_data(
         config(name, *overrides), f"sets:{name}", ByteTokenizer(), ("train", "validation")
     )

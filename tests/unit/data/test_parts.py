@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.data import DataConfig
 from megapipe.data.corpus import cutting, dividing, json_rows, parts, total_bytes
-from megapipe.data.corpus.cutting import Piece, cut
+from megapipe.data.corpus.cutting import TextChunk, cut
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import TEXTS, drop_privileges
@@ -271,10 +271,10 @@ def test_rows_are_cut_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "x.jsonl").write_bytes(lines_of(["a" * 120, "b"]))
     (part,) = parts(config(tmp_path))
     assert list(part.pieces(RowCount())) == [
-        Piece("a" * 50, False),
-        Piece("a" * 50, False),
-        Piece("a" * 20, True),
-        Piece("b", True),
+        TextChunk("a" * 50, False),
+        TextChunk("a" * 50, False),
+        TextChunk("a" * 20, True),
+        TextChunk("b", True),
     ]
 
 

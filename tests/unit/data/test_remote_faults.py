@@ -80,7 +80,7 @@ def test_a_server_that_stays_away_ends_in_a_line_that_others_have_announced(
     tmp_path: Path, store: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(heartbeat, "say", said.append)
+    monkeypatch.setattr(heartbeat, "print_notice", said.append)
     fail_at(store, 0, 10**6)
     with pytest.raises(DataError) as caught:
         fetch(tmp_path, store.url("run/b.txt"))

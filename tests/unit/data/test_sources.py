@@ -13,11 +13,11 @@ from megapipe.cli import parse
 from megapipe.config.config import Config
 from megapipe.data import build
 from megapipe.data.batch import Batches
-from megapipe.data.build import HeldOutBatches, Past, build_batches
+from megapipe.data.build import ConsumedData, HeldOutBatches, build_batches
 from megapipe.data.indices import IndexedDataset
 from megapipe.data.packing import PackedDataset
 from megapipe.data.sources import Sources, load_sources
-from megapipe.data.stored import Room, StoredArray
+from megapipe.data.stored import MemoryBudget, StoredArray
 from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
@@ -165,7 +165,7 @@ def test_each_source_of_a_mixture_is_validated_by_itself() -> None:
     assert len(held_out[0].batches) == 2
 
 
-def continued(past: Past, *given: str) -> Batches:
+def continued(past: ConsumedData, *given: str) -> Batches:
     chosen = config("data.validation_fraction=0", *given)
     found = load_sources(chosen, ByteTokenizer())
     return build_batches(chosen, ByteTokenizer(), found, past)[0]
@@ -184,8 +184,8 @@ def dealt(batches: Batches, samples: range) -> list[tuple[str, int]]:
 
 
 def test_a_mixture_goes_on_as_it_began() -> None:
-    first = continued(Past(), *FADING)
-    again = continued(Past(5, 20, first.order), *FADING)
+    first = continued(ConsumedData(), *FADING)
+    again = continued(ConsumedData(5, 20, first.order), *FADING)
     assert again.order == first.order
     assert dealt(again, range(48)) == dealt(first, range(48))
 
@@ -203,15 +203,15 @@ def test_a_mixture_goes_on_as_it_began() -> None:
 )
 def test_what_was_dealt_stays_dealt_when_the_recipe_changes(changed: list[str]) -> None:
     """Draws of each source go on without a gap, and weights change at the steps of the run."""
-    first = continued(Past(), *FADING)
-    again = continued(Past(5, 20, first.order), *FADING, *changed)
+    first = continued(ConsumedData(), *FADING)
+    again = continued(ConsumedData(5, 20, first.order), *FADING, *changed)
     assert again.taken(20) == first.taken(20)
     draws = dict(zip("ab", first.taken(20), strict=True))
     for source, draw in dealt(again, range(20, 40)):
         assert draw == draws[source]
         draws[source] += 1
     samples = config(*FADING, *changed).train.batches.after(20, 1)
-    twice = continued(Past(6, samples, again.order), *FADING, *changed)
+    twice = continued(ConsumedData(6, samples, again.order), *FADING, *changed)
     assert dealt(twice, range(samples, 40)) == dealt(again, range(samples, 40))
 
 
@@ -221,37 +221,37 @@ def test_weights_that_change_later_do_so_at_their_step() -> None:
         *("data.mixture.a.source=a", "data.mixture.a.weight=[[0, 1], [7, 0]]"),
         *("data.mixture.b.source=b", "data.mixture.b.weight=[[0, 0], [7, 1]]", "train.steps=9"),
     ]
-    first = continued(Past(), *plan)
-    again = continued(Past(5, 20, first.order), *plan, "train.global_batch=8")
+    first = continued(ConsumedData(), *plan)
+    again = continued(ConsumedData(5, 20, first.order), *plan, "train.global_batch=8")
     assert [source for source, _ in dealt(again, range(20, 52))] == ["a"] * 16 + ["b"] * 16
 
 
 def test_a_mixture_that_does_not_last_from_here_on() -> None:
     """24 samples of b are 3 times its own; those that are behind count."""
     only = ["data.mixture.b.source=b", "data.mixture.b.epochs=1", "train.steps=8"]
-    first = continued(Past(), *only, "train.global_batch=1")
-    continued(Past(7, 7, first.order), *only, "train.global_batch=16")
+    first = continued(ConsumedData(), *only, "train.global_batch=1")
+    continued(ConsumedData(7, 7, first.order), *only, "train.global_batch=16")
     with pytest.raises(DataError, match=r"of b are used up after 24 samples"):
-        continued(Past(6, 6, first.order), *only, "train.global_batch=16")
+        continued(ConsumedData(6, 6, first.order), *only, "train.global_batch=16")
 
 
 def test_megatrons_order_is_that_of_the_beginning() -> None:
     given = ["data.source=a", "data.samples=megatron", "train.global_batch=8"]
-    first = continued(Past(), *given, "train.steps=30")
-    shorter = continued(Past(10, 80, first.order), *given, "train.steps=20")
+    first = continued(ConsumedData(), *given, "train.steps=30")
+    shorter = continued(ConsumedData(10, 80, first.order), *given, "train.steps=20")
     numbers = range(80, 160)
     assert (shorter.rows(numbers).tokens == first.rows(numbers).tokens).all()
     assert dealt(shorter, numbers) == dealt(first, numbers)
     with pytest.raises(DataError, match="was made for 240 samples, which its length decides, and"):
-        continued(Past(10, 80, first.order), *given, "train.steps=31")
+        continued(ConsumedData(10, 80, first.order), *given, "train.steps=31")
 
 
 def test_how_much_is_padding_is_told() -> None:
     (line,) = continued(
-        Past(), "data.source=a", "data.samples=packed", "train.sequence_length=7"
+        ConsumedData(), "data.source=a", "data.samples=packed", "train.sequence_length=7"
     ).notes()
     assert line == "packed 54 samples, of whose positions 4.76% are padding"
-    assert list(continued(Past(), "data.source=a").notes()) == []
+    assert list(continued(ConsumedData(), "data.source=a").notes()) == []
 
 
 @pytest.mark.parametrize("temperature", ["0.001", "1e-9", "1e9"])
@@ -388,7 +388,7 @@ def test_the_sources_of_a_run_share_the_room_for_arrays_that_are_held(
 
     assert all(array.held for array in arrays())
     room = sum(array.nbytes for array in arrays()) - 1
-    monkeypatch.setattr(build, "Room", partial(Room, together=room))
+    monkeypatch.setattr(build, "MemoryBudget", partial(MemoryBudget, together=room))
     *first, last = arrays()
     assert all(array.held for array in first)
     assert not last.held

@@ -12,8 +12,15 @@ import pytest
 from megapipe.data.dataset import Stream
 from megapipe.data.indices import Blend, BlendSizes, IndexedDataset, Request, open_blend
 from megapipe.data.indices import open_indices as opened_indices
-from megapipe.data.packing import PackedDataset, Rule, open_packing
-from megapipe.data.stored import Room, StoredArray, StoredFile, array, crc_of, write_checksums
+from megapipe.data.packing import PackedDataset, PackingRule, open_packing
+from megapipe.data.stored import (
+    MemoryBudget,
+    StoredArray,
+    StoredFile,
+    array,
+    crc_of,
+    write_checksums,
+)
 from megapipe.data.stored.checksums import BLOCK
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import Header, idx_of
@@ -107,7 +114,7 @@ def test_the_sequences_of_a_token_file(tmp_path: Path, checked: bool) -> None:
 
 
 def test_small_arrays_are_held_as_long_as_there_is_room(tmp_path: Path) -> None:
-    room = Room(together=6 * ROWS, each=4 * ROWS)
+    room = MemoryBudget(together=6 * ROWS, each=4 * ROWS)
     values = np.arange(ROWS, dtype="<i4")
 
     def held(name: str, values: np.ndarray) -> bool:
@@ -158,7 +165,9 @@ def test_one_that_is_cut_ends_all_that_reads_it(tmp_path: Path) -> None:
         lambda: list(file.document_lengths()),
         lambda: Stream.of(file),
         lambda: opened_indices(file, Request(range(ROWS), 8, None, 0), tmp_path / "cache"),
-        lambda: open_packing(Stream(file, range(ROWS), range(4 * ROWS)), Rule(8), tmp_path / "c"),
+        lambda: open_packing(
+            Stream(file, range(ROWS), range(4 * ROWS)), PackingRule(8), tmp_path / "c"
+        ),
     ):
         with pytest.raises(DataError, match=r"x\.idx ends at byte 100: was it truncated\?"):
             read()
@@ -178,7 +187,7 @@ PACKING = ("samples", "starts", "lengths")
 BLEND = ("dataset_index", "dataset_sample_index")
 
 
-def sampled(name: str, folder: Path, room: Room | None = None) -> Callable[[], object]:
+def sampled(name: str, folder: Path, room: MemoryBudget | None = None) -> Callable[[], object]:
     """Opens what has an array of that name, and reads samples by it; with room it is held."""
     file, cache = TokenFile(folder / "x"), folder / "cache"
     if name in BLEND:
@@ -191,7 +200,7 @@ def sampled(name: str, folder: Path, room: Room | None = None) -> Callable[[], o
             room.hold([indices.shuffle])
         dataset = IndexedDataset(file, indices, 3)
     else:
-        dataset = PackedDataset(file, open_packing(Stream.of(file), Rule(3), cache), 3, 0)
+        dataset = PackedDataset(file, open_packing(Stream.of(file), PackingRule(3), cache), 3, 0)
     return lambda: [dataset.labelled(number) for number in range(0, len(dataset), 100)]
 
 
@@ -225,12 +234,12 @@ def test_one_that_is_held_is_compared_when_it_is_opened_and_then_its_file_is_not
     tmp_path: Path,
 ) -> None:
     written(tmp_path / "x")
-    read = sampled("shuffle_index", tmp_path, Room())
+    read = sampled("shuffle_index", tmp_path, MemoryBudget())
     (path,) = tmp_path.glob("cache/*/shuffle_index.npy")
     overwrite(path)
     read()
     with pytest.raises(DataError, match=r"shuffle_index\.npy is damaged: bytes 65536 to"):
-        sampled("shuffle_index", tmp_path, Room())
+        sampled("shuffle_index", tmp_path, MemoryBudget())
 
 
 def test_older_caches_without_checksums_are_read(tmp_path: Path) -> None:

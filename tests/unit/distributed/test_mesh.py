@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.distributed.mesh import AXES, Axis, AxisName, Coordinates, Grid, sum_in_pairs
+from megapipe.distributed.mesh import AXES, Axis, AxisName, Grid, MeshCoordinates, sum_in_pairs
 
 LARGEST = 16384
 
@@ -49,7 +49,7 @@ def test_every_rank_has_coordinates_of_its_own_in_row_order() -> None:
 
 def test_tensor_parallel_peers_are_neighbours_and_pipeline_peers_are_far() -> None:
     grid = Grid(pp=2, dp=3, cp=2, tp=4)
-    assert grid.rank_of(Coordinates(pp=1, dp=2, cp=1, tp=3)) == 47
+    assert grid.rank_of(MeshCoordinates(pp=1, dp=2, cp=1, tp=3)) == 47
     assert grid.peers(5, "tp") == [4, 5, 6, 7]
     assert grid.peers(5, "cp") == [1, 5]
     assert grid.peers(5, "dp") == [5, 13, 21]
@@ -75,22 +75,22 @@ def test_holders_are_the_replicas_of_some_pipeline_ranks(
     grid, rank = place
     at = grid.coordinates_of(rank)
     indices = sorted(data.draw(st.sets(st.integers(0, grid.pp - 1), min_size=1, max_size=2)))
-    holders = grid.holders(rank, indices)
+    holders = grid.replica_ranks(rank, indices)
     assert holders == sorted(set(holders)), "ascending, as process groups are"
     assert len(holders) == len(indices) * grid.dp * grid.cp
     for holder in (holders[0], holders[-1]):
         there = grid.coordinates_of(holder)
         assert there.tp == at.tp
         assert there.pp in indices
-        assert grid.holders(holder, indices) == holders
+        assert grid.replica_ranks(holder, indices) == holders
 
 
 def test_experts_have_copies_on_all_tensor_parallel_ranks_too() -> None:
     grid = Grid(pp=2, dp=2, cp=2, tp=2)
-    assert grid.holders(3, [0], over_ep=True) == list(range(8))
-    assert grid.holders(3, [1, 0], over_ep=True) == [*range(8, 16), *range(8)]
-    copies = [grid.copy_of(rank, over_ep=True) for rank in range(8, 16)]
-    assert copies == list(range(grid.copies(over_ep=True)))
+    assert grid.replica_ranks(3, [0], over_ep=True) == list(range(8))
+    assert grid.replica_ranks(3, [1, 0], over_ep=True) == [*range(8, 16), *range(8)]
+    copies = [grid.replica_index(rank, over_ep=True) for rank in range(8, 16)]
+    assert copies == list(range(grid.num_replicas(over_ep=True)))
 
 
 def divisors(number: int) -> list[int]:
@@ -108,11 +108,11 @@ def test_experts_are_shared_out_once_among_the_ranks_of_a_pipeline_index(
     grid = replace(grid, ep=ep, etp=ranks // ep)
     peers, pp = grid.ep_peers(rank), grid.coordinates_of(rank).pp
     assert len(peers) == ranks
-    copies = [grid.holders(peer, [pp], over_ep=True) for peer in peers]
-    assert all(len(each) == grid.copies(over_ep=True) for each in copies)
+    copies = [grid.replica_ranks(peer, [pp], over_ep=True) for peer in peers]
+    assert all(len(each) == grid.num_replicas(over_ep=True) for each in copies)
     assert sorted(chain(*copies)) == list(range(pp * block, (pp + 1) * block))
     for each in copies:
-        assert [grid.copy_of(peer, over_ep=True) for peer in each] == list(range(len(each)))
+        assert [grid.replica_index(peer, over_ep=True) for peer in each] == list(range(len(each)))
         assert len({peer % ranks for peer in each}) == 1, (
             "all have the same part of the same experts"
         )
@@ -122,7 +122,7 @@ def test_holders_of_the_own_pipeline_rank_are_the_data_parallel_peers() -> None:
     grid = Grid(pp=3, dp=4, tp=2)
     for rank in range(grid.world):
         at = grid.coordinates_of(rank)
-        assert grid.holders(rank, [at.pp]) == grid.peers(rank, "dp")
+        assert grid.replica_ranks(rank, [at.pp]) == grid.peers(rank, "dp")
 
 
 @pytest.mark.parametrize("axis", AXES)

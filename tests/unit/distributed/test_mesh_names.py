@@ -24,7 +24,7 @@ from megapipe.assembly.context import make_context
 from megapipe.assembly.sharding import make_sharding
 from megapipe.config.config import Config
 from megapipe.context.plans import ring
-from megapipe.context.split import Split
+from megapipe.context.split import PositionSplit
 from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.engine.channels import ProcessGroupChannels
 from megapipe.experts.map import ExpertMap
@@ -58,7 +58,7 @@ class Job(NamedTuple):
     """Stages without parameters of their own."""
     experts: frozenset[int] | None = None
     """Stages with experts; None: the model has none."""
-    split: Split = Split()
+    split: PositionSplit = PositionSplit()
 
 
 def divisors(number: int) -> list[int]:
@@ -78,13 +78,19 @@ def jobs(draw: st.DrawFn) -> Job:
     experts = draw(st.none() | st.frozensets(stages, min_size=1, max_size=4))
     if experts is not None:
         inner, outer = (draw(st.sampled_from([1, 2, 2, 3])) for _ in range(2))
-        block = grid.copies() * tp
+        block = grid.num_replicas() * tp
         ep = max(n for n in (inner * outer, outer, inner, 1) if block % n == 0)
         etp = draw(st.sampled_from([n for n in (1, 2) if block % (ep * n) == 0]))
         node = inner if etp == 1 and inner > 1 < outer and ep == inner * outer else None
-        grid = replace(grid, ep=ep, etp=etp, node=node)
-    copies = {grid.copies(), grid.copies(over_ep=True)} if experts is not None else {grid.copies()}
-    sizes = [n for n in divisors(grid.copies()) if all(each % min(n, each) == 0 for each in copies)]
+        grid = replace(grid, ep=ep, etp=etp, ranks_per_node=node)
+    copies = (
+        {grid.num_replicas(), grid.num_replicas(over_ep=True)}
+        if experts is not None
+        else {grid.num_replicas()}
+    )
+    sizes = [
+        n for n in divisors(grid.num_replicas()) if all(each % min(n, each) == 0 for each in copies)
+    ]
     stage = draw(st.integers(0, 3))
     size = draw(st.sampled_from([None, *sizes])) if stage else None
     return Job(
@@ -95,7 +101,7 @@ def jobs(draw: st.DrawFn) -> Job:
         draw(st.booleans()),
         draw(st.frozensets(stages, max_size=2)),
         experts,
-        Split(in_ring, ulysses, heads_first=draw(st.booleans())),
+        PositionSplit(in_ring, ulysses, heads_first=draw(st.booleans())),
     )
 
 
@@ -131,6 +137,9 @@ class Family(NamedTuple):
             yield replace(word, name="word" if job.tied else "head", use=int(job.tied))
 
 
+SIZES = ("pp", "dp", "cp", "tp", "ep", "etp", "ranks_per_node")
+
+
 def settled(job: Job) -> tuple[Config, Layout]:
     """The configuration and the layout of a job, of which stages are numbers."""
     moe: dict[str, Any] = {} if job.experts is None else {"experts": 2 * job.grid.ep}
@@ -141,7 +150,7 @@ def settled(job: Job) -> tuple[Config, Layout]:
     family: Any = Family(job)
     return config, replace(
         resolve(Config(), None, 256)[1],
-        **{axis: getattr(grid, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "etp", "node")},
+        **{name: getattr(grid, name) for name in SIZES},
         model=family,
         stage_layers=stages,
         split=job.split,
@@ -185,11 +194,11 @@ def made_by(job: Job, rank: int) -> list[Made]:
 
 
 HOPS = Job(
-    Grid(pp=2, dp=4, cp=2, ep=4, node=2),
+    Grid(pp=2, dp=4, cp=2, ep=4, ranks_per_node=2),
     loop(2),
     tied=True,
     experts=frozenset({0, 1}),
-    split=Split(2, 1),
+    split=PositionSplit(2, 1),
 )
 """Of tokens over two nodes, and a group of experts that is no axis: rarely drawn."""
 

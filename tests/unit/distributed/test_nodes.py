@@ -18,8 +18,8 @@ CASES = {
 
 @pytest.mark.parametrize("names", CASES)
 def test_lanes_have_one_rank_of_each_node(names: str) -> None:
-    nodes = Nodes.told_apart([ord(name) for name in names])
-    lanes = [nodes.lane(number) for number in range(nodes.lanes)]
+    nodes = Nodes.from_names([ord(name) for name in names])
+    lanes = [nodes.cross_node_group(number) for number in range(nodes.lanes)]
     assert lanes == CASES[names]
     for lane in lanes:
         assert sorted(nodes.of_rank[rank] for rank in lane) == list(range(nodes.count))
@@ -30,5 +30,5 @@ def test_lanes_have_one_rank_of_each_node(names: str) -> None:
 
 def test_each_node_keeps_copies_of_another_one() -> None:
     nodes = Nodes((0, 0, 1, 2))
-    assert [nodes.before(node) for node in range(3)] == [2, 0, 1]
-    assert Nodes((0, 0)).before(0) == 0
+    assert [nodes.backup_source(node) for node in range(3)] == [2, 0, 1]
+    assert Nodes((0, 0)).backup_source(0) == 0

@@ -35,7 +35,7 @@ class FakeStage:
     def evaluate(self, key: Key, x: torch.Tensor | None, mb: Any) -> torch.Tensor | None:
         return self._run("E", key, x, mb, begins=self.is_first, ends=self.is_last)
 
-    def recompute_ahead(self, key: Key) -> None:
+    def recompute(self, key: Key) -> None:
         self.log.append(name(self.stage, "R", key))
 
     def input_grad(self, key: Key, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -145,11 +145,11 @@ class FakeEnd:
     def finish(self) -> None:
         self.log.append(f"to {self.peer} finished")
 
-    def set_aside(self) -> int:
+    def suspend(self) -> int:
         self.log.append(f"to {self.peer} set aside")
         return 1
 
-    def take_back(self, messages: int) -> None:
+    def restore(self, messages: int) -> None:
         self.log.append(f"to {self.peer} taken back {messages}")
 
 

@@ -19,8 +19,8 @@ from megapipe.engine.channels import (
     message_of,
 )
 from megapipe.schedule.ir import Kind, Op
-from megapipe.schedule.program import Action, Do
-from megapipe.watch.journal import Journal, Line
+from megapipe.schedule.program import Action, ActionKind
+from megapipe.watch.journal import CommCounter, Journal
 from tests.parity.messages import ANSWERS, FORWARD, expected, tensor_of
 
 
@@ -32,8 +32,8 @@ def test_what_is_let_go_in_debug_mode_is_nan_in_every_type(dtype: torch.dtype) -
 
 
 def test_a_message_is_named_by_what_made_it() -> None:
-    sent = Action(Do.SEND, Kind.I, 3, 2, 1, peer=1)
-    received = Action(Do.RECV, Kind.I, 3, 2, 1, peer=0, acks=2)
+    sent = Action(ActionKind.SEND, Kind.I, 3, 2, 1, peer=1)
+    received = Action(ActionKind.RECV, Kind.I, 3, 2, 1, peer=0, acks=2)
     assert message_of(sent) == message_of(received) == Op(Kind.I, 3, 2, 1)
 
 
@@ -122,7 +122,7 @@ def test_a_send_is_not_waited_for_before_it_is_acknowledged(kind: type[_Outgoing
     assert not line.under_way
 
 
-class FakeLine(Line):
+class FakeLine(CommCounter):
     """Notes which exchanges are waited for."""
 
     def __init__(self) -> None:
@@ -175,11 +175,11 @@ def test_what_is_set_aside_is_acknowledged_to_who_takes_it_back() -> None:
     line, works = fake_line(_Outgoing)
     for message in FORWARD[:2]:
         line.send(message, tensor_of(message))
-    assert line.set_aside() == 2
+    assert line.suspend() == 2
     assert [work.waits for work in works] == [1, 1]
     line.send(FORWARD[2], tensor_of(FORWARD[2]))
     line.finish()
-    line.take_back(2)
+    line.restore(2)
     line.send(FORWARD[3], tensor_of(FORWARD[3]))
     line.acknowledge(2)
     assert [work.waits for work in works] == [1, 1, 1, 0], "of the first two"

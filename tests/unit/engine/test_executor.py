@@ -13,7 +13,7 @@ from megapipe.schedule.generators import forward_only, gpipe_on
 from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import vee
-from megapipe.schedule.program import Action, Do, Program
+from megapipe.schedule.program import Action, ActionKind, Program
 from tests.parity.crossed import crossed
 from tests.unit.engine.fake_stages import FakeStage, fake_executors, microbatches_of, scalar
 
@@ -22,7 +22,12 @@ def test_the_crossed_schedule_consumes_out_of_order() -> None:
     """Its second rank receives three micro-batches before it uses the first of them."""
     actions = lower(crossed())[1].actions
     start = [(action.do, action.microbatch) for action in actions[:4]]
-    assert start == [(Do.RECV, 0), (Do.RECV, 1), (Do.RECV, 2), (Do.COMPUTE, 2)]
+    assert start == [
+        (ActionKind.RECV, 0),
+        (ActionKind.RECV, 1),
+        (ActionKind.RECV, 2),
+        (ActionKind.COMPUTE, 2),
+    ]
 
 
 def test_every_op_gets_the_output_of_the_op_that_it_depends_on() -> None:
@@ -53,7 +58,7 @@ def test_without_training_the_forwards_are_evaluations() -> None:
 
 
 def test_what_nobody_consumes_is_noticed() -> None:
-    program = Program(0, (Action(Do.COMPUTE, Kind.F, 0, 0),))
+    program = Program(0, (Action(ActionKind.COMPUTE, Kind.F, 0, 0),))
     (channels,) = InProcessChannels.connect(1)
     stages: Any = {0: FakeStage(0, 2, [])}
     microbatches: Any = {(0, 0): 1.0}
@@ -67,7 +72,7 @@ def test_what_nobody_consumes_is_noticed() -> None:
 def test_programs_that_wait_for_each_other_are_noticed() -> None:
     executors = [
         Executor(
-            Program(i, (Action(Do.RECV, Kind.F, i, 0, peer=1 - i),)),
+            Program(i, (Action(ActionKind.RECV, Kind.F, i, 0, peer=1 - i),)),
             {},
             channels,
             shape=scalar,
@@ -81,7 +86,7 @@ def test_programs_that_wait_for_each_other_are_noticed() -> None:
 
 def test_ready_follows_the_channel() -> None:
     sender, receiver = InProcessChannels.connect(2)
-    program = Program(1, (Action(Do.RECV, Kind.F, 0, 0, peer=0),))
+    program = Program(1, (Action(ActionKind.RECV, Kind.F, 0, 0, peer=0),))
     executor = Executor(program, {}, receiver, shape=scalar, train=True)
     executor.begin({})
     assert not executor.ready()
@@ -93,7 +98,9 @@ def test_ready_follows_the_channel() -> None:
 
 def test_a_new_step_starts_from_the_beginning() -> None:
     log: list[str] = []
-    program = Program(0, (Action(Do.COMPUTE, Kind.F, 0, 0), Action(Do.COMPUTE, Kind.B, 0, 0)))
+    program = Program(
+        0, (Action(ActionKind.COMPUTE, Kind.F, 0, 0), Action(ActionKind.COMPUTE, Kind.B, 0, 0))
+    )
     (channels,) = InProcessChannels.connect(1)
     stages: Any = {0: FakeStage(0, 1, log)}
     executor = Executor(program, stages, channels, shape=scalar, train=True)

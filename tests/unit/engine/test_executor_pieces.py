@@ -15,7 +15,7 @@ from megapipe.schedule.generators import build, forward_only, names
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import Placement, loop
-from megapipe.schedule.program import Action, Do, Program
+from megapipe.schedule.program import Action, ActionKind, Program
 from megapipe.schedule.speculation import arriving, cut, speculation
 from tests.parity import registry_cases
 from tests.unit.engine.fake_stages import (
@@ -101,7 +101,7 @@ def executor_with(channels: Any, program: Program, stages: int, log: list[str]) 
     held: Any = {
         action.stage: FakeStage(action.stage, stages, log)
         for action in program.actions
-        if action.do == Do.COMPUTE
+        if action.do == ActionKind.COMPUTE
     }
     return Executor(program, held, channels, shape=scalar, train=True)
 
@@ -130,10 +130,10 @@ def test_joined_ops_run_between_their_messages() -> None:
 def test_an_acknowledgement_follows_its_message() -> None:
     log: list[str] = []
     actions = (
-        Action(Do.RECV, Kind.F, 0, 0, peer=2, acks=3),
-        Action(Do.RECV, Kind.F, 0, 1, peer=2),
-        Action(Do.COMPUTE, Kind.F, 1, 0),
-        Action(Do.COMPUTE, Kind.F, 1, 1),
+        Action(ActionKind.RECV, Kind.F, 0, 0, peer=2, acks=3),
+        Action(ActionKind.RECV, Kind.F, 0, 1, peer=2),
+        Action(ActionKind.COMPUTE, Kind.F, 1, 0),
+        Action(ActionKind.COMPUTE, Kind.F, 1, 1),
     )
     microbatches: Any = {(0, 0): 0.0, (1, 0): 1.0}
     executor_with(FakeChannels(log, 2), Program(0, actions), 2, log).run(microbatches)
@@ -168,7 +168,7 @@ def test_what_a_prefix_leaves_is_run_or_taken_from_the_channels(follows: str) ->
 def test_each_channel_is_told_what_to_expect_and_of_what_shape() -> None:
     log: list[str] = []
     actions = [
-        Action(Do.RECV, Kind.F, 0, m, part, peer=peer)
+        Action(ActionKind.RECV, Kind.F, 0, m, part, peer=peer)
         for peer, m, part in ((1, 0, 0), (2, 1, 0), (1, 0, 1), (1, 1, 1))
     ]
     channels: Any = FakeChannels(log, 1, 2, 3)
@@ -219,7 +219,7 @@ class CountingRecorder:
         self.log.append("begin")
 
     def timed(self, action: Action, call: Callable[[], None]) -> Callable[[], None]:
-        assert action.do == Do.COMPUTE
+        assert action.do == ActionKind.COMPUTE
         text = name(action.stage, action.kind.name, (action.microbatch, action.slice))
 
         def timed_call() -> None:

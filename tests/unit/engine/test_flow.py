@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megapipe.engine.flow import Flow
+from megapipe.engine.flow import AsyncRunner
 from megapipe.schedule.ir import Kind, Op
 from megapipe.schedule.streams.load import load_stream
-from megapipe.schedule.streams.programs import Part, Runs
+from megapipe.schedule.streams.programs import ProgramSegment, Runs
 from megapipe.watch.journal import Journal
 from tests.unit.engine.fake_stages import FakeChannels, FakeStage, scalar
 
@@ -21,21 +21,21 @@ WINDOWS = 12
 class FakeWeights:
     """Nothing depends on them here."""
 
-    def use(self, stage: int, read: Any) -> None:
+    def point_at(self, stage: int, read: Any) -> None:
         pass
 
     def update(self, stage: int, windows_before: int) -> None:
         pass
 
 
-def flow_of(rank: int, log: list[str], receive_ahead: int | None) -> Flow:
+def flow_of(rank: int, log: list[str], receive_ahead: int | None) -> AsyncRunner:
     stages: Any = {
         stage: FakeStage(stage, STREAM.placement.stages, log)
         for stage in STREAM.placement.stages_of(rank)
     }
     channels: Any = FakeChannels(log, 1 - rank)
     weights: Any = FakeWeights()
-    return Flow(
+    return AsyncRunner(
         stages,
         channels,
         weights,
@@ -78,7 +78,7 @@ class Playing:
         for _ in range(6):
             self.next()
 
-    def _run(self, part: Part) -> None:
+    def _run(self, part: ProgramSegment) -> None:
         self.log.clear()
         segment = self.flow.segment(part, record=False, name=False)
         segment.enter({(number, 0): cast(Any, float(number)) for number in range(-9, 9)})
@@ -130,7 +130,7 @@ def test_what_a_pause_has_received_is_not_received_again() -> None:
     playing.flow.pause(playing.under_way)
     assert playing.log == ["from 0", "to 0 set aside"]
     assert len(playing.flow.inbox) == 1
-    playing.flow.go_on()
+    playing.flow.resume()
     assert playing.log[-1] == "to 0 taken back 1"
     playing.next()
     without = [line for line in OF_LAST if "posted" not in line]
@@ -157,6 +157,6 @@ def test_a_beginning_forgets_what_was_in_flight() -> None:
     playing.flow.pause(playing.under_way)
     assert playing.flow.inbox
     playing.begin()
-    playing.flow.go_on()
+    playing.flow.resume()
     assert not playing.flow.inbox
     assert playing.log == ["from 0 expect 0F0 []"], "nothing is taken back"

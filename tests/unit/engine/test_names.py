@@ -16,19 +16,25 @@ from megapipe.engine.names import name_of, named
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import lower
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 from tests.unit.engine.fake_stages import FakeStage, microbatches_of, scalar
 
 
 @pytest.mark.parametrize(
     ("action", "name"),
     [
-        (Action(Do.COMPUTE, Kind.F, 1, 3), "F stage 1 micro-batch 3"),
-        (Action(Do.COMPUTE, Kind.W, 0, 2, 1), "W stage 0 micro-batch 2 slice 1"),
-        (Action(Do.SEND, Kind.I, 2, 0, peer=1), "send I of stage 2 micro-batch 0 to rank 1"),
-        (Action(Do.RECV, Kind.F, 1, 0, peer=0), "receive F of stage 1 micro-batch 0 from rank 0"),
-        (Action(Do.REDUCE, Kind.F, 4, 0), "reduce stage 4"),
-        (Action(Do.AWAIT, Kind.F, 4, 0), "await stage 4"),
+        (Action(ActionKind.COMPUTE, Kind.F, 1, 3), "F stage 1 micro-batch 3"),
+        (Action(ActionKind.COMPUTE, Kind.W, 0, 2, 1), "W stage 0 micro-batch 2 slice 1"),
+        (
+            Action(ActionKind.SEND, Kind.I, 2, 0, peer=1),
+            "send I of stage 2 micro-batch 0 to rank 1",
+        ),
+        (
+            Action(ActionKind.RECV, Kind.F, 1, 0, peer=0),
+            "receive F of stage 1 micro-batch 0 from rank 0",
+        ),
+        (Action(ActionKind.REDUCE, Kind.F, 4, 0), "reduce stage 4"),
+        (Action(ActionKind.WAIT_WEIGHTS, Kind.F, 4, 0), "wait_weights stage 4"),
     ],
 )
 def test_a_name_tells_stage_micro_batch_and_kind(action: Action, name: str) -> None:
@@ -66,7 +72,7 @@ def test_on_a_gpu_they_are_ranges_of_nvtx_too(monkeypatch: pytest.MonkeyPatch) -
         seen.append("end")
 
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
-    action = Action(Do.COMPUTE, Kind.F, 1, 3)
+    action = Action(ActionKind.COMPUTE, Kind.F, 1, 3)
     named(action, lambda: seen.append("run"), torch.device("cuda"))()
     assert seen == ["begin F stage 1 micro-batch 3", "run", "end"]
     named(action, lambda: None, torch.device("cpu"))()

@@ -42,7 +42,7 @@ class Wire:
     def arrived(self) -> bool:
         return bool(self.sent)
 
-    def take_back(self, messages: int) -> None:
+    def restore(self, messages: int) -> None:
         self.calls.append(messages)
 
 
@@ -79,5 +79,5 @@ def test_a_single_tensor_needs_no_tuple() -> None:
 def test_the_rest_is_the_line_s() -> None:
     wire: Any = Wire()
     PackedIncoming(wire).post()
-    PackedOutgoing(wire).take_back(3)
+    PackedOutgoing(wire).restore(3)
     assert wire.calls == ["post", 3]

@@ -11,7 +11,7 @@ from megapipe.engine.executor import Executor, Speculation
 from megapipe.engine.receives import posts
 from megapipe.schedule.generators import build
 from megapipe.schedule.lower import lower
-from megapipe.schedule.program import Action, Do, Program
+from megapipe.schedule.program import Action, ActionKind, Program
 from megapipe.schedule.speculation import arriving, cut, speculation
 from tests.unit.engine.fake_stages import FakeChannels, FakeStage, microbatches_of, scalar
 from tests.unit.schedule.schedule_cases import schedules
@@ -19,7 +19,7 @@ from tests.unit.schedule.schedule_cases import schedules
 
 def between(actions: tuple[Action, ...], start: int, stop: int) -> int:
     """Operations from one place to another."""
-    return sum(action.do == Do.COMPUTE for action in actions[start:stop])
+    return sum(action.do == ActionKind.COMPUTE for action in actions[start:stop])
 
 
 @given(schedules(), st.none() | st.integers(0, 4), st.floats(0, 1))
@@ -35,7 +35,7 @@ def test_each_is_as_early_as_asked_for_and_after_the_one_before(
                 waiting.setdefault(peer, []).append(place)
         before: dict[int, int] = {}
         for index, action in enumerate(actions):
-            if action.do != Do.RECV:
+            if action.do != ActionKind.RECV:
                 continue
             first = before.get(action.peer, 0)
             before[action.peer] = index + 1

@@ -80,13 +80,13 @@ def test_what_is_set_aside_goes_on_where_it_was(back: int | None) -> None:
     """By the same numbers, or those of a window later."""
     stage, bucket = new_stage(CONFIG.model, PARAMS)
     stage.forward((3, 0), None, MB)
-    kept = stage.set_aside()
+    kept = stage.suspend_in_flight()
     with pytest.raises(KeyError):
         stage.input_grad((3, 0), None)
     if back is None:
-        stage.take_back(kept)
+        stage.restore_in_flight(kept)
     else:
-        stage.take_back(kept, back=back)
+        stage.restore_in_flight(kept, back=back)
     number = 3 - (back or 0)
     assert [*stage.loss_sums] == [(number, 0)]
     stage.input_grad((number, 0), None)

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.cli import parse
 from megapipe.config.config import Config
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layout.activations import repeated, stage_spans
+from megapipe.layout.activations import block_policies, uniform_recompute
 from megapipe.layout.costs import stage_work
-from megapipe.layout.family import family_of
+from megapipe.layout.family import model_spec_of
 from megapipe.layout.resolve import resolve
 from megapipe.model.partition import parse_layout
 from tests.parity import reference
@@ -75,10 +75,10 @@ def test_counted(kind: str, policy: str, chunk: int) -> None:
     mb = MicroBatch(0, 0, 1, tokens, labels, mask, scale=1 / 16)
     specs = parse_layout("E L*2 | L*2 | L*2 H", 6)
     again = frozenset(range(3) if policy == "stage" else ())
-    spans = stage_spans(config.activations, specs, again)
+    spans = block_policies(config.activations, specs, again)
     params = reference.init_random(model, seed=3)
     hidden = torch.randn(LENGTH, ROWS, model.hidden, dtype=torch.float64)
-    for index, work in enumerate(stage_work(family_of(config), specs, spans, again)):
+    for index, work in enumerate(stage_work(model_spec_of(config), specs, spans, again)):
         spec = specs[index]
         stage, _ = new_stage(model, params, spec, spans=spans[index], recompute=index in again)
         sharding = stage.module.sharding
@@ -90,7 +90,7 @@ def test_counted(kind: str, policy: str, chunk: int) -> None:
             stage.forward((0, 0), None if spec.embedding else hidden, mb)
         if again:
             with Products() as found["R"]:
-                stage.recompute_ahead((0, 0))
+                stage.recompute((0, 0))
         with Products() as found["I"]:
             stage.input_grad((0, 0), None if spec.head else hidden)
         with Products() as found["W"]:
@@ -134,13 +134,15 @@ def test_parts_make_stages(policy: str, loss_chunk: int) -> None:
         f"activations.policy={policy}",
         f"kernels.loss_chunk={loss_chunk}",
     )
-    costs = family_of(config).unit_costs(repeated(config.activations))
+    costs = model_spec_of(config).unit_costs(uniform_recompute(config.activations))
     embedding, layer, head = costs[0], costs[1], costs[-1]
     assert embedding == 0
     assert set(costs[1:-1]) == {layer}
     if policy.startswith("["):
         config, kept = settle("model.layers=9", "model.vocab_size=512")
-        assert sum(family_of(config).unit_costs(repeated(config.activations))) == sum(kept)
+        assert sum(model_spec_of(config).unit_costs(uniform_recompute(config.activations))) == sum(
+            kept
+        )
         assert sum(work) > sum(kept)
         return
     last = 2 * config.model.hidden * known(config.model.ffn_hidden) * (policy == "stage")

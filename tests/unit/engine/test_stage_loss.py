@@ -41,7 +41,7 @@ def test_a_stage_with_a_chunked_loss(chunk: int, recompute: bool) -> None:
     within = bucket.grads[1].clone()
     stage.weight_grad((0, 0))
     assert bucket.grads[1].equal(within)
-    bucket.add_uses()
+    bucket.sum_tied_grads()
     loss, grads = reference.loss_and_grads(PARAMS, CONFIG.model, BATCH)
     reference.assert_grads_close(main_grads([bucket]), grads, 1e-12)
     assert abs(stage.loss_sums[0, 0].item() / COUNT - loss) < 1e-12

@@ -37,7 +37,7 @@ def run(*, recompute: bool, ahead: tuple[int, ...] = ()) -> tuple[list[Tensor], 
         x = None
         for stage in reversed(stages):
             if i in ahead:
-                stage.recompute_ahead((i, 0))
+                stage.recompute((i, 0))
             x = stage.input_grad((i, 0), x)
             stage.weight_grad((i, 0))
     return [stages[-1].loss_sums[i, 0] for i in range(2)], main_grads(buckets)
@@ -67,7 +67,7 @@ def test_the_forward_saves_nothing_until_the_graph_is_due() -> None:
         assert y is not None
         assert not y.requires_grad
         assert not saves
-        stage.recompute_ahead((0, 0))
+        stage.recompute((0, 0))
         assert saves
         first = len(saves)
         stage.input_grad((0, 0), torch.ones_like(y))
@@ -84,7 +84,7 @@ def test_the_input_is_kept_until_its_backward_and_no_longer() -> None:
         del x
         assert y is not None
         if ahead:
-            stage.recompute_ahead(key)
+            stage.recompute(key)
         assert storage() is not None
         stage.input_grad(key, torch.ones_like(y))
         stage.weight_grad(key)
@@ -94,14 +94,14 @@ def test_the_input_is_kept_until_its_backward_and_no_longer() -> None:
 def test_an_op_without_its_forward_is_an_error() -> None:
     stage, _ = new_stage(MODEL, PARAMS, recompute=True)
     stage.forward((0, 0), None, microbatch(0))
-    stage.recompute_ahead((0, 0))
+    stage.recompute((0, 0))
     with pytest.raises(KeyError):
-        stage.recompute_ahead((0, 0))
+        stage.recompute((0, 0))
     stage.forward((1, 0), None, microbatch(1))
     stage.begin(train=True)
     for key in ((0, 0), (1, 0)):
         with pytest.raises(KeyError):
-            stage.recompute_ahead(key)
+            stage.recompute(key)
         with pytest.raises(KeyError):
             stage.input_grad(key, None)
 
@@ -115,7 +115,7 @@ def test_only_the_graph_is_made_again() -> None:
     )
     for number in range(2):
         stage.forward((number, 0), None, microbatch(number))
-    stage.recompute_ahead((0, 0))
+    stage.recompute((0, 0))
     for number in range(2):
         stage.input_grad((number, 0), None)
     assert seen == [False, False, True, True]
@@ -125,5 +125,5 @@ def test_the_loss_is_recorded_by_the_forward_alone() -> None:
     stage, _ = new_stage(MODEL, PARAMS, recompute=True)
     stage.forward((0, 0), None, microbatch(0))
     recorded = stage.loss_sums[0, 0]
-    stage.recompute_ahead((0, 0))
+    stage.recompute((0, 0))
     assert stage.loss_sums[0, 0] is recorded

@@ -15,7 +15,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.engine.stage import Stage
 from megapipe.layers.dropout import dropout_seed
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.policy import BlockPolicy, Span
+from megapipe.layers.policy import BlockPolicy, BlockSpan
 from megapipe.layers.rng import seed_of
 from tests.parity import reference
 from tests.parity.ranks import Case, configure
@@ -93,7 +93,7 @@ def check_whole_sequences(
     params = reference.init_random(model, seed=3)
     stages, buckets = new_pipeline(model, params, (1, 2))
     for stage, layers in zip(stages, (1, 2), strict=True):
-        stage.module.layers.use([Span(layers, BlockPolicy(recompute=again))])
+        stage.module.layers.use([BlockSpan(layers, BlockPolicy(recompute=again))])
     whole = batches(model, 2)
     parts = [cut(mb, lengths) for mb in whole]
     keys = list(itertools.product(range(2), range(len(lengths))))

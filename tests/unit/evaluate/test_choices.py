@@ -12,8 +12,8 @@ import pytest
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import DataError
-from megapipe.evaluate.choices import Question, Share, answer, pair, read_questions, row_of
-from megapipe.evaluate.scoring import Row, scores
+from megapipe.evaluate.choices import Accuracy, Question, answer, pair, read_questions, row_of
+from megapipe.evaluate.scoring import ScoredRow, scores
 from megapipe.inference import Model
 from tests.parity.held_models import BYTES, held_model
 from tests.parity.reference import init_random
@@ -28,7 +28,7 @@ def model() -> Model:
 
 def log_likelihood(model: Model, prompt: str, continuation: str) -> float:
     ids = [256, *prompt.encode(), *continuation.encode()]
-    (score,) = scores(model, [Row(ids, len(ids) - len(continuation.encode()))], batch=1)
+    (score,) = scores(model, [ScoredRow(ids, len(ids) - len(continuation.encode()))], batch=1)
     return score.total
 
 
@@ -69,7 +69,7 @@ def test_the_choice_is_the_likeliest_by_sum_by_bytes_and_by_tokens(model: Model)
 def test_the_standard_error_is_that_of_the_mean() -> None:
     draws = [True] * 3 + [False] * 4
     expected = np.std(draws, ddof=1) / math.sqrt(7)
-    assert Share.of(draws, 0).stderr == pytest.approx(expected, rel=1e-12)
+    assert Accuracy.of(draws, 0).stderr == pytest.approx(expected, rel=1e-12)
 
 
 def test_tokens_are_those_of_prompt_and_choice_together(tmp_path: Path) -> None:
@@ -86,9 +86,9 @@ def test_tokens_are_those_of_prompt_and_choice_together(tmp_path: Path) -> None:
 
 
 def test_a_row_keeps_the_end_of_what_does_not_fit() -> None:
-    assert row_of([9], [1, 2, 3], [4, 5], 5) == (Row([9, 1, 2, 3, 4, 5], 4), False)
-    assert row_of([9], [1, 2, 3], [4, 5], 4) == (Row([1, 2, 3, 4, 5], 3), True)
-    assert row_of([9], [1, 2, 3], [4, 5], 2) == (Row([3, 4, 5], 1), True)
+    assert row_of([9], [1, 2, 3], [4, 5], 5) == (ScoredRow([9, 1, 2, 3, 4, 5], 4), False)
+    assert row_of([9], [1, 2, 3], [4, 5], 4) == (ScoredRow([1, 2, 3, 4, 5], 3), True)
+    assert row_of([9], [1, 2, 3], [4, 5], 2) == (ScoredRow([3, 4, 5], 1), True)
 
 
 def test_what_does_not_fit_is_refused_or_cut(model: Model) -> None:

@@ -19,7 +19,7 @@ from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.errors import DataError, NumericError
 from megapipe.evaluate.perplexity import measure
-from megapipe.evaluate.scoring import Row, most_probable, scores
+from megapipe.evaluate.scoring import ScoredRow, most_probable, scores
 from megapipe.evaluate.texts import Document, joined, of_source, of_texts
 from megapipe.inference import Model, load_model
 from tests.parity.converted import write_checkpoint
@@ -111,18 +111,18 @@ def test_files_of_texts_are_documents(tmp_path: Path) -> None:
 
 
 def test_the_first_token_is_scored_or_not(small: Model) -> None:
-    (score,) = scores(small, [Row([256, *b"abc"], 1)], batch=1)
+    (score,) = scores(small, [ScoredRow([256, *b"abc"], 1)], batch=1)
     assert len(score.likelihoods) == 3
     given = measure(small, of_texts(["abc"], BYTES))
     assert given.loss == pytest.approx(-score.total / 3, rel=1e-12)
     left = measure(small, of_texts(["abc"], BYTES), unconditioned=False)
     assert left.tokens == 2
-    (bare,) = scores(small, [Row([*b"abc"], 1)], batch=1)
+    (bare,) = scores(small, [ScoredRow([*b"abc"], 1)], batch=1)
     assert left.loss == pytest.approx(-bare.total / 2, rel=1e-12)
 
 
 def test_neighbours_change_nothing(small: Model) -> None:
-    rows = [Row([256, *text.encode()[:8]], 1) for text in TEXTS * 7]
+    rows = [ScoredRow([256, *text.encode()[:8]], 1) for text in TEXTS * 7]
     together = [score.likelihoods for score in scores(small, rows, batch=5)]
     alone = [score.likelihoods for row in rows for score in scores(small, [row], batch=1)]
     for one, other in zip(together, alone, strict=True):
@@ -132,11 +132,13 @@ def test_neighbours_change_nothing(small: Model) -> None:
 def test_greedy_is_the_most_probable_one_of_equals_the_first(small: Model) -> None:
     columns = torch.tensor([[[0.0, 2.0, 2.0, 9.0]]])
     assert most_probable(columns, small.columns_axis, 3).tolist() == [[1]]
-    row = Row([256, 5], 1)
+    row = ScoredRow([256, 5], 1)
     logits = small.logits(small.microbatch(torch.tensor([[256]])))
     assert logits is not None
     best = int(logits[0, 0].argmax())
-    greedy = [next(scores(small, [Row([256, i], 1)], batch=1)).greedy for i in (best, best - 1)]
+    greedy = [
+        next(scores(small, [ScoredRow([256, i], 1)], batch=1)).greedy for i in (best, best - 1)
+    ]
     assert greedy == [True, False]
     assert row.first == 1
 

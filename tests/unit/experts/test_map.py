@@ -12,10 +12,10 @@ import pytest
 
 from megapipe.errors import ConfigError
 from megapipe.experts.map import ExpertMap
-from megapipe.experts.rows import Counts, evenly, goals, loads
+from megapipe.experts.rows import TokensPerExpert, destinations, evenly, tokens_per_rank
 
 
-def drawn(seed: int) -> tuple[ExpertMap, Counts, int]:
+def drawn(seed: int) -> tuple[ExpertMap, TokensPerExpert, int]:
     """A map with owners and copies anywhere, rows, and the ranks of a node."""
     draw = random.Random(seed)
     ranks, each, slots = draw.randint(1, 6), draw.randint(1, 3), draw.randint(0, 3)
@@ -25,17 +25,17 @@ def drawn(seed: int) -> tuple[ExpertMap, Counts, int]:
     for rank in range(ranks):
         others = [e for e, owner in enumerate(owners) if owner != rank]
         copies.append(draw.sample(others, min(len(others), draw.randint(0, slots))))
-    found = ExpertMap(tuple(owners), ((),) * ranks, slots).with_copies(copies)
+    found = ExpertMap(tuple(owners), ((),) * ranks, slots).with_replicas(copies)
     counts = [[draw.randint(0, 9) for _ in owners] for _ in range(ranks)]
     return found, counts, draw.randint(1, ranks)
 
 
 def test_rows_go_to_a_holder_as_near_as_there_is() -> None:
     """To oneself, else on one's node, else anywhere; several holders take them in turns."""
-    assert goals([2], 4, 4) == [2, 2, 2, 2]
-    assert goals([1, 2], 6, 6) == [1, 1, 2, 2, 1, 2], "ranks 0, 3, 4, 5 in turns"
-    assert goals([0, 5], 6, 2) == [0, 0, 0, 5, 5, 5], "ranks 2 and 3 have none on their node"
-    assert goals([0, 1, 2, 3], 4, 2) == [0, 1, 2, 3]
+    assert destinations([2], 4, 4) == [2, 2, 2, 2]
+    assert destinations([1, 2], 6, 6) == [1, 1, 2, 2, 1, 2], "ranks 0, 3, 4, 5 in turns"
+    assert destinations([0, 5], 6, 2) == [0, 0, 0, 5, 5, 5], "ranks 2 and 3 have none on their node"
+    assert destinations([0, 1, 2, 3], 4, 2) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -45,11 +45,11 @@ def test_every_row_reaches_one_holder(seed: int) -> None:
     arrived: Counter[int] = Counter()
     for expert, source in product(range(found.experts), range(found.ranks)):
         holders = found.holders(expert)
-        goal = goals(holders, found.ranks, node)[source]
+        goal = destinations(holders, found.ranks, node)[source]
         near = [holder for holder in holders if holder // node == source // node]
         assert goal in ([source] if source in holders else near or holders)
         arrived[goal] += counts[source][expert]
-    own = loads(found, counts, node)
+    own = tokens_per_rank(found, counts, node)
     assert own == [arrived[rank] for rank in range(found.ranks)]
     assert sum(own) == sum(map(sum, counts))
 
@@ -60,7 +60,7 @@ def test_holders_take_equal_parts(seed: int) -> None:
     draw = random.Random(seed)
     ranks = draw.randint(2, 12)
     holders = sorted(draw.sample(range(ranks), draw.randint(1, ranks)))
-    parts = Counter(goals(holders, ranks, ranks))
+    parts = Counter(destinations(holders, ranks, ranks))
     assert max(parts.values()) - min(parts.values()) <= 1
     assert parts.keys() == set(holders)
 
@@ -141,5 +141,5 @@ def test_filled_slots_have_copies_of_others(seed: int) -> None:
     others = found.experts - found.experts // found.ranks
     full = found.filled()
     assert full.owners == found.owners
-    assert {len(copies) for copies in full.copies} == {min(found.slots, others)}
-    assert ExpertMap.even(4, 2, slots=1).filled().copies == ((2,), (0,)), "those that come next"
+    assert {len(copies) for copies in full.replicas} == {min(found.slots, others)}
+    assert ExpertMap.even(4, 2, slots=1).filled().replicas == ((2,), (0,)), "those that come next"

@@ -10,9 +10,9 @@ import pytest
 
 from megapipe.experts.balance import balance
 from megapipe.experts.map import ExpertMap
-from megapipe.experts.pool import find_pool, largest_load, migrate, moves, packed
-from megapipe.experts.rows import Counts, evenly, loads, rows_on
-from megapipe.experts.shadow import Times, shadow
+from megapipe.experts.pool import balanced_owners, find_pool, largest_load, migrate, moves
+from megapipe.experts.rows import TokensPerExpert, evenly, rows_on, tokens_per_rank
+from megapipe.experts.shadow import ShadowCosts, shadow
 
 
 def rows(seed: int, ranks: int, experts: int) -> list[list[int]]:
@@ -28,7 +28,7 @@ def rows(seed: int, ranks: int, experts: int) -> list[list[int]]:
 
 def shadowed(found: ExpertMap) -> set[int]:
     """Experts with copies; each is on all ranks."""
-    copied = {expert for copies in found.copies for expert in copies}
+    copied = {expert for copies in found.replicas for expert in copies}
     assert all(len(found.holders(expert)) == found.ranks for expert in copied)
     return copied
 
@@ -43,7 +43,7 @@ def test_shadows_are_the_best_prefix(seed: int) -> None:
     c, x, copy = draw.uniform(0, 2), draw.uniform(0, 2), draw.uniform(0, 1500)
     totals = sorted(map(sum, zip(*counts, strict=True)), reverse=True)
     seconds = [3 * c * b + 4 * x * b + i * copy for i, b in enumerate([*totals, 0])]
-    found = shadow(ExpertMap.even(ranks, ranks, ranks), counts, Times(c, x, copy))
+    found = shadow(ExpertMap.even(ranks, ranks, ranks), counts, ShadowCosts(c, x, copy))
     copied = shadowed(found)
     assert len(copied) == seconds.index(min(seconds))
     of_all = list(map(sum, zip(*counts, strict=True)))
@@ -70,14 +70,14 @@ def test_shadows_of_ranks_with_several_experts(seed: int) -> None:
         if best is None or seconds < best[0]:
             best = seconds, copied
     assert best is not None
-    assert shadowed(shadow(begin, counts, Times(1, 1, copy))) == best[1]
+    assert shadowed(shadow(begin, counts, ShadowCosts(1, 1, copy))) == best[1]
 
 
 def test_two_equal_experts_are_shadowed_together() -> None:
     """A shadow of one of them alone takes nothing off the largest load."""
     begin = ExpertMap.even(4, 4, 4)
-    assert shadowed(shadow(begin, evenly([40, 40, 4, 4], 4), Times(1, 0, 50))) == {0, 1}
-    assert shadowed(shadow(begin, evenly([40, 40, 4, 4], 4), Times(1, 0, 55))) == set()
+    assert shadowed(shadow(begin, evenly([40, 40, 4, 4], 4), ShadowCosts(1, 0, 50))) == {0, 1}
+    assert shadowed(shadow(begin, evenly([40, 40, 4, 4], 4), ShadowCosts(1, 0, 55))) == set()
 
 
 def all_copies(begin: ExpertMap) -> Iterator[list[tuple[int, ...]]]:
@@ -91,7 +91,7 @@ def all_copies(begin: ExpertMap) -> Iterator[list[tuple[int, ...]]]:
         yield list(copies)
 
 
-def least(begin: ExpertMap, counts: Counts) -> int:
+def least(begin: ExpertMap, counts: TokensPerExpert) -> int:
     """The smallest largest load with any copies, by a table of the rows of each set of holders."""
     ranks, table = range(begin.ranks), {}
     for expert, mask in product(range(begin.experts), product((0, 1), repeat=begin.ranks)):
@@ -114,29 +114,29 @@ def test_copies_are_nearly_the_best(experts: int, slots: int, seed: int) -> None
         counts = rows(100 * seed + number, 3, experts)
         found = balance(begin, counts, 3)
         assert found.owners == begin.owners
-        assert max(loads(found, counts, 3)) <= 1.1 * least(begin, counts)
+        assert max(tokens_per_rank(found, counts, 3)) <= 1.1 * least(begin, counts)
 
 
 def test_copies_that_help_together_alone() -> None:
     """Any one copy makes the largest load larger; with all experts everywhere it is the least."""
     begin, counts = ExpertMap.even(3, 3, 2), evenly([864, 728, 655], 3)
-    assert max(loads(balance(begin, counts, 3), counts, 3)) == least(begin, counts) == 750
+    assert max(tokens_per_rank(balance(begin, counts, 3), counts, 3)) == least(begin, counts) == 750
 
 
 def test_copies_that_no_rank_needs_are_not_made() -> None:
     begin = ExpertMap.even(6, 3, 2)
     assert balance(begin, evenly([30] * 6, 3), 3) == begin
-    before = begin.with_copies([[2], [4], [0]])
+    before = begin.with_replicas([[2], [4], [0]])
     assert balance(before, evenly([30] * 6, 3), 3) == begin, "whatever there was"
     uneven = evenly([90, 30, 30, 0, 0, 30], 3)
     found = balance(begin, uneven, 3)
-    for rank, copies in enumerate(found.copies):
+    for rank, copies in enumerate(found.replicas):
         for expert in copies:
             fewer = [
-                [e for e in own if (r, e) != (rank, expert)] for r, own in enumerate(found.copies)
+                [e for e in own if (r, e) != (rank, expert)] for r, own in enumerate(found.replicas)
             ]
-            without = found.with_copies(fewer)
-            assert max(loads(without, uneven, 3)) > max(loads(found, uneven, 3))
+            without = found.with_replicas(fewer)
+            assert max(tokens_per_rank(without, uneven, 3)) > max(tokens_per_rank(found, uneven, 3))
 
 
 def test_owners_are_packed_evenly() -> None:
@@ -148,9 +148,9 @@ def test_owners_are_packed_evenly() -> None:
             max(totals[a] + totals[b], totals[c] + totals[d], totals[e] + totals[f])
             for a, b, c, d, e, f in permutations(range(6))
         )
-        assert largest_load(packed(begin, totals), totals) <= 1.02 * best
-    assert packed(begin, [5] * 6).owners.count(0) == 2
-    assert packed(ExpertMap((2, 1, 0), ((),) * 3), [3, 2, 1]).owners == (2, 1, 0)
+        assert largest_load(balanced_owners(begin, totals), totals) <= 1.02 * best
+    assert balanced_owners(begin, [5] * 6).owners.count(0) == 2
+    assert balanced_owners(ExpertMap((2, 1, 0), ((),) * 3), [3, 2, 1]).owners == (2, 1, 0)
 
 
 def test_a_move_has_to_be_worth_it() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from megapipe.experts.balance import balance
 from megapipe.experts.map import ExpertMap
-from megapipe.experts.pool import find_pool, largest_load, migrate, packed
-from megapipe.experts.rows import evenly, loads
+from megapipe.experts.pool import balanced_owners, find_pool, largest_load, migrate
+from megapipe.experts.rows import evenly, tokens_per_rank
 from megapipe.plan.moe.commands.recorded import recorded
 
 RANKS = 4
@@ -32,7 +32,7 @@ def replayed(steps: Sequence[Sequence[int]], slots: int, decide: Decide) -> floa
     present, found = ExpertMap.even(16, RANKS, slots), 0.0
     for last, totals in pairwise(steps):
         present = decide(present, last)
-        found += max(loads(present, evenly(totals, RANKS), RANKS)) * RANKS / sum(totals)
+        found += max(tokens_per_rank(present, evenly(totals, RANKS), RANKS)) * RANKS / sum(totals)
     return found / (len(steps) - 1)
 
 
@@ -51,7 +51,7 @@ def test_a_pool_beats_owners_that_stay(layer: int) -> None:
     """Row 7.05 (SmartMoE): also the best owners for the sum of all steps."""
     steps, begin = trace(layer), ExpertMap.even(16, RANKS)
     sums = list(map(sum, zip(*steps, strict=True)))
-    stay = min(static(steps, begin), static(steps, packed(begin, sums)))
+    stay = min(static(steps, begin), static(steps, balanced_owners(begin, sums)))
     pool = find_pool(begin, steps, 4)
     changing = replayed(steps, 0, lambda present, last: migrate(present, pool, last))
     assert changing - 1 < 0.8 * (stay - 1)
@@ -64,7 +64,7 @@ def test_a_pool_of_earlier_steps_serves_later_ones(layer: int) -> None:
     steps, begin = trace(layer), ExpertMap.even(16, RANKS)
     first, second = steps[:60], steps[60:]
     sums = list(map(sum, zip(*first, strict=True)))
-    stay = min(static(second, begin), static(second, packed(begin, sums)))
+    stay = min(static(second, begin), static(second, balanced_owners(begin, sums)))
     pool = find_pool(begin, first, 4)
     assert replayed(second, 0, lambda present, last: migrate(present, pool, last)) < stay
 
@@ -79,5 +79,5 @@ def test_copies_halve_the_excess(layer: int) -> None:
         found = balance(begin, evenly(last, RANKS), RANKS)
         mean = sum(totals) / RANKS
         before += largest_load(begin, totals) - mean
-        after += max(loads(found, evenly(totals, RANKS), RANKS)) - mean
+        after += max(tokens_per_rank(found, evenly(totals, RANKS), RANKS)) - mean
     assert after <= before / 2

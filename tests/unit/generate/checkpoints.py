@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megapipe.checkpoint import Alone, Meta, Piece, save, whole
+from megapipe.checkpoint import Meta, Piece, SingleProcess, save, whole
 from megapipe.cli import flatten
 from megapipe.config.config import Config
 from megapipe.data.tokenizer import load_tokenizer
@@ -45,5 +45,5 @@ def write(folder: Path, config: Config, *, step: int = 7, seed: int = 3) -> dict
         for name, t in params.items()
     ]
     meta = Meta(run_id="a", layout={}, coordinates={"step": step}, config=flatten(config))
-    save(folder / "checkpoints", step=step, pieces=pieces, meta=meta, group=Alone())
+    save(folder / "checkpoints", step=step, pieces=pieces, meta=meta, group=SingleProcess())
     return params

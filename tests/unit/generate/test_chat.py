@@ -17,7 +17,7 @@ from megapipe.generate import Generator, Sampling
 from megapipe.generate.chat import Chats, messages_of
 from megapipe.generate.command import main
 from megapipe.generate.generator import Prompt
-from megapipe.inference import Source, load_model
+from megapipe.inference import ModelInfo, load_model
 from tests.parity import chats
 from tests.parity.converted import write_checkpoint
 from tests.parity.held_models import BYTES
@@ -34,10 +34,10 @@ def saved(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
     return found
 
 
-def source_of(name: str, **data: str) -> Source:
+def source_of(name: str, **data: str) -> ModelInfo:
     tokenizer = load_tokenizer(name)
     model = make_config(vocab=300).model
-    return Source(model, None, tokenizer, 64, (), frozenset({tokenizer.eod}), DataConfig(**data))
+    return ModelInfo(model, None, tokenizer, 64, (), frozenset({tokenizer.eod}), DataConfig(**data))
 
 
 @pytest.mark.parametrize(

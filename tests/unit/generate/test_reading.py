@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.generate.reading import Reading
+from megapipe.generate.reading import CachedDecoder
 from tests.parity.held_models import BYTES, held_model
 from tests.parity.reference import init_random
 from tests.unit.generate.checkpoints import make_config
@@ -42,7 +42,7 @@ def test_positions_count_from_the_text_or_from_each_document(
         return mb
 
     monkeypatch.setattr(model, "microbatch", noted)
-    reading = Reading(model, TEXTS, room=4)
+    reading = CachedDecoder(model, TEXTS, room=4)
     reading.logits()
     reading.append([7, 7])
     reading.logits()

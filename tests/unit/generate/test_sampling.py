@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megapipe.errors import ConfigError
-from megapipe.generate.sampling import Sampling, choose
+from megapipe.generate.sampling import Sampling, sample_token
 
 ODDS = torch.tensor([0.05, 0.4, 0.0, 0.25, 0.1, 0.2])
 DRAWS = 1500
@@ -18,7 +18,7 @@ DRAWS = 1500
 def drawn(sampling: Sampling, odds: torch.Tensor = ODDS) -> Counter[int]:
     logits = odds.log().clamp(min=-1e4)
     source = sampling.source(0)
-    return Counter(choose(logits, sampling, source) for _ in range(DRAWS))
+    return Counter(sample_token(logits, sampling, source) for _ in range(DRAWS))
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_tokens_come_as_often_as_they_should(settings: dict[str, Any], allowed: 
 
 def test_one_number_is_taken_per_token_whatever_is_chosen() -> None:
     one, other = Sampling().source(0), Sampling().source(0)
-    choose(torch.zeros(7), Sampling(), one)
-    choose(torch.arange(9.0), Sampling(top_k=2, top_p=0.5), other)
+    sample_token(torch.zeros(7), Sampling(), one)
+    sample_token(torch.arange(9.0), Sampling(top_k=2, top_p=0.5), other)
     assert torch.equal(one.get_state(), other.get_state())
     assert not torch.equal(one.get_state(), Sampling().source(0).get_state())
     assert not torch.equal(Sampling().source(1).get_state(), Sampling().source(0).get_state())

@@ -16,9 +16,9 @@ from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import ConfigError, DataError
 from megapipe.evaluate.commands import main as evaluate
 from megapipe.generate.command import main
-from megapipe.inference import Source, load_model
+from megapipe.inference import ModelInfo, load_model
 from megapipe.train.moe.upcycle import Upcycled
-from megapipe.train.source import Source as StartPoint
+from megapipe.train.source import StartPoint as StartPoint
 from tests.parity import chats
 from tests.parity.converted import write_checkpoint
 from tests.parity.reference import init_random
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_s_texts_begin_and_end_as_its_files_say(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = Source.of(HuggingFaceFolder.open(folder / "hf"))
+    source = ModelInfo.of(HuggingFaceFolder.open(folder / "hf"))
     tokenizer = load_tokenizer(str(folder / "hf"))
     assert source.opening == source.start == (tokenizer.added_tokens[BOS],)
     assert source.ends == {tokenizer.added_tokens[END], tokenizer.added_tokens[TURN]}
@@ -93,17 +93,19 @@ def test_a_run_s_texts_begin_with_the_end_of_a_document(folder: Path) -> None:
     from megapipe.checkpoint.find import find_checkpoint
 
     weights = find_checkpoint(folder / "run")
-    source = Source.of(weights, context=5)
+    source = ModelInfo.of(weights, context=5)
     assert (source.opening, source.ends, source.context) == ((256,), {256}, 5)
-    other = Source.of(weights, tokenizer=str(folder / "hf"))
+    other = ModelInfo.of(weights, tokenizer=str(folder / "hf"))
     assert other.opening == (other.tokenizer.eod,)
 
 
 def test_a_tokenizer_that_marks_nothing_has_no_opening(folder: Path) -> None:
     backend = chats.tokenizer()
     backend.save(str(folder / "plain.json"))
-    assert load_tokenizer(str(folder / "plain.json")).opening == ()
-    source = Source.of(HuggingFaceFolder.open(folder / "hf"), tokenizer=str(folder / "plain.json"))
+    assert load_tokenizer(str(folder / "plain.json")).bos_tokens == ()
+    source = ModelInfo.of(
+        HuggingFaceFolder.open(folder / "hf"), tokenizer=str(folder / "plain.json")
+    )
     assert (source.opening, source.start) == ((), (source.tokenizer.eod,))
 
 
@@ -114,13 +116,13 @@ def test_models_that_cannot_be_used_are_named(folder: Path, tmp_path: Path) -> N
         file.unlink()
     weights = HuggingFaceFolder.open(bare)
     with pytest.raises(DataError, match="has no tokenizer; give one with --tokenizer"):
-        Source.of(weights)
+        ModelInfo.of(weights)
     (bare / "generation_config.json").write_text("[]")
     with pytest.raises(DataError, match="no generation config"):
-        Source.of(weights, tokenizer="byte")
+        ModelInfo.of(weights, tokenizer="byte")
     (bare / "generation_config.json").unlink()
     assert load_model(weights, torch.device("cpu"), tokenizer="byte").vocab_size == 300
     small = model_of("llama").model_copy(update={"vocab_size": 100, "dtype": "fp32"})
     params = init_random(small, seed=2, dtype=torch.float32)
     with pytest.raises(ConfigError, match="tokenizer byte has 257 ids, the checkpoint's model 100"):
-        Source.of(write_checkpoint(tmp_path / "small", small, params))
+        ModelInfo.of(write_checkpoint(tmp_path / "small", small, params))

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from megapipe.launch.deadline import unless_within
+from megapipe.launch.deadline import call_unless_done
 
 
 class End:
@@ -28,7 +28,7 @@ def test_what_would_end_the_process_is_held_by_no_thread(fails: bool) -> None:
     called, seen = end.called, weakref.ref(end)
     before = threading.active_count()
     try:
-        with unless_within(60, end):
+        with call_unless_done(60, end):
             assert threading.active_count() == before + 1
             if fails:
                 raise ValueError
@@ -42,6 +42,6 @@ def test_what_would_end_the_process_is_held_by_no_thread(fails: bool) -> None:
 
 def test_a_block_that_takes_too_long() -> None:
     end, began = End(), time.monotonic()
-    with unless_within(0.1, end):
+    with call_unless_done(0.1, end):
         assert end.called.wait(60)
     assert time.monotonic() - began >= 0.1

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError, LaunchError
-from megapipe.launch.devices import CPU, Found, choose, decide, mig_of
+from megapipe.launch.devices import CPU, DeviceReport, choose_device, decide, mig_of
 from megapipe.launch.place import LaunchInfo
 from tests.parity.threads import at_once
 
@@ -41,7 +41,7 @@ def start(
 
     def on_rank(rank: int) -> tuple[str, str]:
         info = LaunchInfo(rank, world, rank % local, local)
-        device, backend = choose(parallel, info, store, Visible(visible[rank]))
+        device, backend = choose_device(parallel, info, store, Visible(visible[rank]))
         return str(device), backend
 
     return at_once(world, on_rank)
@@ -97,7 +97,11 @@ def test_gloo_in_the_place_of_nccl_is_one_warning(
 
 
 def test_the_line_names_ranks_host_and_device() -> None:
-    found = [Found(0, "n1", "GPU-a"), Found(1, "n1", "GPU-b"), Found(2, "n2", "GPU-b")]
+    found = [
+        DeviceReport(0, "n1", "GPU-a"),
+        DeviceReport(1, "n1", "GPU-b"),
+        DeviceReport(2, "n2", "GPU-b"),
+    ]
     with pytest.raises(ConfigError, match="ranks 1 and 2 on n2 share GPU-b: 3 processes for 2 GPU"):
         decide(NCCL, found)
 
@@ -117,7 +121,7 @@ def test_one_process_without_a_device() -> None:
         assert isinstance(error, LaunchError)
         assert "rank 1 on " in str(error)
         assert " sees no CUDA device, rank 0 on " in str(error)
-    found = [Found(0, "n1", "GPU-a"), Found(1, "n2", CPU)]
+    found = [DeviceReport(0, "n1", "GPU-a"), DeviceReport(1, "n2", CPU)]
     with pytest.raises(LaunchError, match="rank 1 on n2 sees no CUDA device, rank 0 on n1 does"):
         decide(AUTO, found)
     with pytest.raises(ConfigError, match="no CUDA device on rank 1"):
@@ -126,7 +130,7 @@ def test_one_process_without_a_device() -> None:
 
 def test_the_cpu_asks_nobody() -> None:
     info = replace(LaunchInfo(), world=2)
-    device, backend = choose(AUTO.model_copy(update={"device": "cpu"}), info, HashStore())
+    device, backend = choose_device(AUTO.model_copy(update={"device": "cpu"}), info, HashStore())
     assert (str(device), backend) == ("cpu", "gloo")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megapipe.launch import launcher
-from megapipe.launch.endpoints import Endpoint, Nodes
+from megapipe.launch.endpoints import Endpoint, NodeRange
 
 
 def test_endpoints() -> None:
@@ -20,17 +20,17 @@ def test_what_is_none(text: str) -> None:
 
 
 def test_numbers_of_nodes() -> None:
-    assert Nodes.read("4") == Nodes(4, 4)
-    assert Nodes.read("2:4") == Nodes(2, 4)
-    assert Nodes.read("2:4").elastic
-    assert not Nodes.read("3:3").elastic
-    assert [str(Nodes.read(text)) for text in ("4", "2:4", "3:3")] == ["4", "2:4", "3"]
+    assert NodeRange.read("4") == NodeRange(4, 4)
+    assert NodeRange.read("2:4") == NodeRange(2, 4)
+    assert NodeRange.read("2:4").elastic
+    assert not NodeRange.read("3:3").elastic
+    assert [str(NodeRange.read(text)) for text in ("4", "2:4", "3:3")] == ["4", "2:4", "3"]
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "0:2", "3:2", "2:", "1:2:3", "many"])
 def test_what_is_no_number_of_nodes(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011, int's own
-        Nodes.read(text)
+        NodeRange.read(text)
 
 
 @pytest.mark.parametrize(("told", "options"), [("2", []), ("1:3", ["--nproc", "1"])])

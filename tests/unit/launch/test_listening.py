@@ -11,9 +11,9 @@ from typing import NoReturn
 import pytest
 
 from megapipe.launch import listening, speaking
-from megapipe.launch.endpoints import Endpoint, Nodes
+from megapipe.launch.endpoints import Endpoint, NodeRange
 from megapipe.launch.listening import INTERFACES
-from megapipe.launch.meeting import Meeting
+from megapipe.launch.meeting import ElasticRendezvous
 from megapipe.launch.rendezvous import LaunchInfo, RendezvousError, open_store
 from tests.parity.jobs import free_port
 from tests.parity.sockets import EVERYWHERE
@@ -180,7 +180,8 @@ def test_a_launcher_tells_of_its_stores_once(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     endpoint = Endpoint(NODE, free_port())
     meeting, other = (
-        Meeting([endpoint], "job", Nodes(1, 2), reach_s=10, last_call_s=0) for _ in range(2)
+        ElasticRendezvous([endpoint], "job", NodeRange(1, 2), reach_s=10, last_call_s=0)
+        for _ in range(2)
     )
     meeting._joined = lambda unknown, left: None  # type: ignore[method-assign]
     starts = [meeting.next_rendezvous() for _ in range(2)]

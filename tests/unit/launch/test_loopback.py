@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megapipe.errors import LaunchError
 from megapipe.launch import doctor, local, speaking
-from megapipe.launch.endpoints import Nodes
+from megapipe.launch.endpoints import NodeRange
 from megapipe.launch.loopback import loopback_problem
-from megapipe.launch.meeting import Meeting
+from megapipe.launch.meeting import ElasticRendezvous
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import RendezvousError, open_store, start_process_group
 
@@ -55,7 +55,7 @@ def test_the_doctor_finds_it_wrong() -> None:
 @pytest.mark.usefixtures("broken")
 def test_a_launcher_and_processes_of_a_notebook_say_it() -> None:
     with pytest.raises(LaunchError, match=LINE):
-        Meeting([], "", Nodes(), reach_s=1, last_call_s=1).next_rendezvous()
+        ElasticRendezvous([], "", NodeRange(), reach_s=1, last_call_s=1).next_rendezvous()
     context: Any = None
     with pytest.raises(LaunchError, match=LINE):
         local.run_ranks(context, 2, print, (), group_timeout_s=1)
@@ -68,7 +68,7 @@ def test_ranks_that_were_to_meet_there_say_it_once() -> None:
     for info in (first, second):
         with pytest.raises(RendezvousError, match=LINE):
             open_store(info, 5)
-    assert not speaking.speaks_alone(second)
+    assert not speaking.may_print_alone(second)
 
 
 @pytest.mark.usefixtures("broken")

@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from megapipe.launch import meeting as module
-from megapipe.launch.endpoints import Endpoint, Nodes
-from megapipe.launch.meeting import Meeting
+from megapipe.launch.endpoints import Endpoint, NodeRange
+from megapipe.launch.meeting import ElasticRendezvous
 from tests.parity.jobs import free_port
 
 
@@ -35,15 +35,19 @@ def endpoint() -> list[Endpoint]:
 
 
 def node(
-    endpoints: Sequence[Endpoint], nodes: Nodes, *, last_call_s: float = 0.3, reach_s: float = 10
-) -> Meeting:
-    return Meeting(endpoints, "job", nodes, reach_s=reach_s, last_call_s=last_call_s)
+    endpoints: Sequence[Endpoint],
+    nodes: NodeRange,
+    *,
+    last_call_s: float = 0.3,
+    reach_s: float = 10,
+) -> ElasticRendezvous:
+    return ElasticRendezvous(endpoints, "job", nodes, reach_s=reach_s, last_call_s=last_call_s)
 
 
 class Coming(threading.Thread):
     """Takes part in the next round."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: ElasticRendezvous) -> None:
         super().__init__(daemon=True)
         self.meeting = meeting
         self.info: RendezvousInfo | None = None
@@ -57,7 +61,7 @@ class Coming(threading.Thread):
             self.error = error
 
 
-def all_come(*meetings: Meeting) -> list[RendezvousInfo]:
+def all_come(*meetings: ElasticRendezvous) -> list[RendezvousInfo]:
     """What all of these are told, who come at once."""
     return told(*[Coming(meeting) for meeting in meetings])
 
@@ -94,17 +98,17 @@ def assert_one_start(infos: list[RendezvousInfo]) -> None:
 
 
 def test_one_node_needs_no_meeting() -> None:
-    (info,) = all_come(node([], Nodes()))
+    (info,) = all_come(node([], NodeRange()))
     assert (info.rank, info.world_size) == (0, 1)
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_all_nodes_come(count: int, endpoint: list[Endpoint]) -> None:
-    assert_one_start(all_come(*(node(endpoint, Nodes(count, count)) for _ in range(count))))
+    assert_one_start(all_come(*(node(endpoint, NodeRange(count, count)) for _ in range(count))))
 
 
 def test_starts_share_no_store_and_keep_the_order(endpoint: list[Endpoint]) -> None:
-    meetings = [node(endpoint, Nodes(3, 3)) for _ in range(3)]
+    meetings = [node(endpoint, NodeRange(3, 3)) for _ in range(3)]
     first = all_come(*meetings)
     first[0].store.set("stale", "1")
     second = all_come(*reversed(meetings))
@@ -115,15 +119,18 @@ def test_starts_share_no_store_and_keep_the_order(endpoint: list[Endpoint]) -> N
 
 def test_another_job_at_the_same_store(endpoint: list[Endpoint]) -> None:
     """As of a job that is started anew while launchers of the last one are still ending."""
-    old = [node(endpoint, Nodes(2, 2)) for _ in range(2)]
+    old = [node(endpoint, NodeRange(2, 2)) for _ in range(2)]
     all_come(*old)
-    new = [Meeting(endpoint, "new", Nodes(2, 2), reach_s=10, last_call_s=1) for _ in range(2)]
+    new = [
+        ElasticRendezvous(endpoint, "new", NodeRange(2, 2), reach_s=10, last_call_s=1)
+        for _ in range(2)
+    ]
     assert_one_start(all_come(*new))
 
 
 def test_fewer_than_the_most(endpoint: list[Endpoint]) -> None:
     began = time.monotonic()
-    meetings = [node(endpoint, Nodes(2, 4), last_call_s=1) for _ in range(3)]
+    meetings = [node(endpoint, NodeRange(2, 4), last_call_s=1) for _ in range(3)]
     assert_one_start(all_come(*meetings))
     assert time.monotonic() - began >= 1, "it waits for the fourth"
     assert all(meeting.members == 3 for meeting in meetings)
@@ -132,26 +139,26 @@ def test_fewer_than_the_most(endpoint: list[Endpoint]) -> None:
 def test_a_node_that_comes_late(
     endpoint: list[Endpoint], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = [node(endpoint, Nodes(1, 2)), node(endpoint, Nodes(1, 2))]
+    first = [node(endpoint, NodeRange(1, 2)), node(endpoint, NodeRange(1, 2))]
     all_come(first[0])
-    assert first[0].newcomers() == 0
+    assert first[0].nodes_waiting() == 0
     late = Coming(first[1])
-    until(lambda: first[0].newcomers() == 1)
+    until(lambda: first[0].nodes_waiting() == 1)
     assert late.is_alive()
     until(lambda: "1 node of 1:2 train already" in capsys.readouterr().err)
     (info,) = all_come(first[0])
     assert_one_start([info, *told(late)])
     assert info.rank == 0, "who was there stays first"
-    assert first[0].newcomers() == 0
+    assert first[0].nodes_waiting() == 0
 
 
 def test_a_late_node_that_goes_again(endpoint: list[Endpoint]) -> None:
-    here, other = node(endpoint, Nodes(1, 2)), node(endpoint, Nodes(1, 2))
+    here, other = node(endpoint, NodeRange(1, 2)), node(endpoint, NodeRange(1, 2))
     all_come(here)
     late = Coming(other)
-    until(lambda: here.newcomers() == 1)
+    until(lambda: here.nodes_waiting() == 1)
     other._ask = gone  # type: ignore[method-assign]
-    until(lambda: here.newcomers() == 0)
+    until(lambda: here.nodes_waiting() == 0)
     late.join(5)
     assert not late.is_alive()
     (info,) = all_come(here)
@@ -159,25 +166,25 @@ def test_a_late_node_that_goes_again(endpoint: list[Endpoint]) -> None:
 
 
 def test_a_full_job_takes_nobody_in(endpoint: list[Endpoint]) -> None:
-    here = node(endpoint, Nodes(1, 1 + 1))
-    other = node(endpoint, Nodes(1, 2))
+    here = node(endpoint, NodeRange(1, 1 + 1))
+    other = node(endpoint, NodeRange(1, 2))
     all_come(here, other)
-    third = node(endpoint, Nodes(1, 2))
+    third = node(endpoint, NodeRange(1, 2))
     late = Coming(third)
     time.sleep(0.5)
-    assert here.newcomers() == 0
+    assert here.nodes_waiting() == 0
     third._ask = gone  # type: ignore[method-assign]
     late.join(5)
 
 
 def test_a_node_that_dies_while_others_wait(endpoint: list[Endpoint]) -> None:
     """It had the lowest ticket, and would have closed the round."""
-    dying = node(endpoint, Nodes(2, 2))
+    dying = node(endpoint, NodeRange(2, 2))
     dying._pulses.give = lambda here, ticket: None  # type: ignore[method-assign]
     dying._store = dying._enter()
     assert dying._ask(lambda store: store.compare_set("round", "", "1")) == b"1"
     assert dying._ask(lambda store: store.add("1/arrived", 1)) == 1
-    assert_one_start(all_come(*(node(endpoint, Nodes(2, 2)) for _ in range(2))))
+    assert_one_start(all_come(*(node(endpoint, NodeRange(2, 2)) for _ in range(2))))
 
 
 @contextlib.contextmanager
@@ -193,7 +200,7 @@ def tells_the_time(words: str) -> Iterator[None]:
 
 
 def test_nobody_is_there() -> None:
-    nowhere = node([Endpoint("192.0.2.1", 29400)], Nodes(2, 2), reach_s=0.5)
+    nowhere = node([Endpoint("192.0.2.1", 29400)], NodeRange(2, 2), reach_s=0.5)
     with tells_the_time("no store answers there for"):
         nowhere.next_rendezvous()
 
@@ -203,7 +210,7 @@ def test_something_else_listens_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         mute = Endpoint("127.0.0.1", other.getsockname()[1])
         with tells_the_time("no store answers there for"):
-            node([mute] * 3, Nodes(2, 2), reach_s=0.5).next_rendezvous()
+            node([mute] * 3, NodeRange(2, 2), reach_s=0.5).next_rendezvous()
 
 
 def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +223,9 @@ def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(socket, "getaddrinfo", ask)
     try:
         with tells_the_time("this host knows no nowhere.invalid"):
-            node([Endpoint("nowhere.invalid", 1)] * 2, Nodes(2, 2), reach_s=0.5).next_rendezvous()
+            node(
+                [Endpoint("nowhere.invalid", 1)] * 2, NodeRange(2, 2), reach_s=0.5
+            ).next_rendezvous()
     finally:
         over.set()
 
@@ -233,7 +242,7 @@ def test_a_name_that_nobody_knows_is_told_at_once(
         return known(host, *given, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", ask)
-    nowhere = node([Endpoint("nowhere.invalid", 29400)], Nodes(2, 2), reach_s=0.5)
+    nowhere = node([Endpoint("nowhere.invalid", 29400)], NodeRange(2, 2), reach_s=0.5)
     with pytest.raises(RendezvousConnectionError, match=r"this host knows no nowhere.invalid$"):
         nowhere.next_rendezvous()
     assert capsys.readouterr().err == (
@@ -243,13 +252,13 @@ def test_a_name_that_nobody_knows_is_told_at_once(
 
 
 def test_one_node_meets_at_its_own_address() -> None:
-    assert node([], Nodes(1, 1)).where.startswith("localhost")
+    assert node([], NodeRange(1, 1)).where.startswith("localhost")
 
 
 def test_too_few_come(endpoint: list[Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "JOIN_S", 0.5)
     with pytest.raises(RendezvousTimeoutError, match=r"fewer than 2 nodes came within 0\.5 s"):
-        node(endpoint, Nodes(2, 2)).next_rendezvous()
+        node(endpoint, NodeRange(2, 2)).next_rendezvous()
 
 
 @pytest.fixture
@@ -266,14 +275,14 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
 def test_the_loss_of_the_node_that_hosts_the_meeting(
     two_hosts: list[Endpoint], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def coming(meeting: Meeting, host: str) -> Coming:
+    def coming(meeting: ElasticRendezvous, host: str) -> Coming:
         thread = Coming.__new__(Coming)
         threading.Thread.__init__(thread, daemon=True, name=host)
         thread.meeting, thread.info, thread.error = meeting, None, None
         thread.start()
         return thread
 
-    first, second = (node(two_hosts, Nodes(1, 2), last_call_s=s) for s in (10, 0.3))
+    first, second = (node(two_hosts, NodeRange(1, 2), last_call_s=s) for s in (10, 0.3))
     joined = second._joined
     second._joined = (  # type: ignore[method-assign]
         lambda *given: joined(*given) if first._round else None
@@ -286,8 +295,8 @@ def test_the_loss_of_the_node_that_hosts_the_meeting(
     (info,) = told(coming(second, "127.0.0.2"))
     assert capsys.readouterr().err == "megapipe: news\n", "that is gone"
     assert (info.world_size, second._at) == (1, two_hosts[1])
-    again = node(two_hosts, Nodes(1, 2))
+    again = node(two_hosts, NodeRange(1, 2))
     late = coming(again, "127.0.0.1")
-    until(lambda: second.newcomers() == 1)
+    until(lambda: second.nodes_waiting() == 1)
     assert_one_start(told(late, coming(second, "127.0.0.2")))
     assert again._at == two_hosts[1], "a node that comes back finds the others"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.launch.memory_folder import ENVIRONMENT, OWNER, MemoryFolder, told
+from megapipe.launch.memory_folder import ENVIRONMENT, OWNER, MemoryFolder, from_environment
 
 
 def test_it_is_there_for_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,8 +20,8 @@ def test_it_is_there_for_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert memory.path.stat().st_mode & 0o777 == 0o700
         (memory.path / "step").mkdir()
         environ = dict(os.environ)
-        assert told(environ) == memory.path
-        assert told(environ) is None, "those that a rank starts are not told"
+        assert from_environment(environ) == memory.path
+        assert from_environment(environ) is None, "those that a rank starts are not told"
     assert ENVIRONMENT not in os.environ
     assert list(tmp_path.iterdir()) == []
 

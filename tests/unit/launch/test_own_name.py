@@ -10,9 +10,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from megapipe.errors import LaunchError
 from megapipe.launch import meeting
-from megapipe.launch.endpoints import Endpoint, Nodes
+from megapipe.launch.endpoints import Endpoint, NodeRange
 from megapipe.launch.listening import INTERFACES
-from megapipe.launch.meeting import Meeting
+from megapipe.launch.meeting import ElasticRendezvous
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import RendezvousError, compare_ranks, connecting, open_store
 from megapipe.launch.shutdown import Shutdown
@@ -69,6 +69,8 @@ def test_hosts_that_do_not_come_to_an_address_of_loopback(
             compare_ranks(HashStore(), replace(each, rank=0), {}, 0.3)
         assert (f"; {NODE} {hint}" in str(late.value)) == told
     monkeypatch.setattr(meeting, "JOIN_S", 0.5)
-    nodes = Meeting([Endpoint(NODE, port)], "job", Nodes(2, 2), reach_s=5, last_call_s=0)
+    nodes = ElasticRendezvous(
+        [Endpoint(NODE, port)], "job", NodeRange(2, 2), reach_s=5, last_call_s=0
+    )
     with pytest.raises(RendezvousTimeoutError, match=f"fewer than 2 nodes .*; {NODE} {hint}"):
         nodes.next_rendezvous()

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import LaunchError
 from megapipe.launch import rendezvous
-from megapipe.launch.devices import choose
+from megapipe.launch.devices import choose_device
 from megapipe.launch.place import LaunchInfo, find_launch_info
 from tests.parity.threads import at_once
 
@@ -66,7 +66,7 @@ def test_each_pod_computes_on_its_first_device(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     pods, store = places(["pod0", "pod1"], monkeypatch), HashStore()
     nccl = ParallelConfig(backend="nccl", timeout_s=10.0)
-    found = at_once(2, lambda rank: choose(nccl, pods[rank], store, Several(rank)))
+    found = at_once(2, lambda rank: choose_device(nccl, pods[rank], store, Several(rank)))
     assert [str(device) for device, _ in found] == ["cuda:0", "cuda:0"]
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megapipe.context.packs import most_together
-from megapipe.context.split import Order, Split
-from megapipe.layers.block_calls import Rows, lse_of, rows_of
+from megapipe.context.split import Order, PositionSplit
+from megapipe.layers.block_calls import TileRows, lse_of, rows_of
 from megapipe.ops.block_attention import CpuFlash, merge
 from megapipe.ops.documents import Documents
-from megapipe.ops.packed_kernels import OneByOne, PackedKernel
+from megapipe.ops.packed_kernels import OneByOne, PackedTileKernel
 
 HEADS, GROUPS, D = 4, 2, 8
 LENGTH = 24
@@ -75,18 +75,18 @@ def tensors(samples: int) -> list[Tensor]:
 
 def pairs(
     ids: Tensor, ring: int, order: Order, slices: int
-) -> Iterator[tuple[Rows, int, int, list[int], list[int]]]:
+) -> Iterator[tuple[TileRows, int, int, list[int], list[int]]]:
     """Each block that is computed: of each slice, of each member's queries and each member's keys,
     with their positions."""
-    split = Split(ring, 1, order)
+    split = PositionSplit(ring, 1, order)
     lengths = [LENGTH // slices] * slices
-    blocks = split.held(lengths, 0).blocks
+    blocks = split.local(lengths, 0).blocks
     for n in range(slices):
         start, stop = (i * lengths[0] // ring for i in (n, n + 1))
         queries = tuple(block.rows(start, stop) for block in blocks)
         keys = tuple(block.rows(0, stop) for block in blocks)
         seen = Documents(ids[:, : (n + 1) * lengths[0]], torch.device("cpu"))
-        rows = Rows(queries, keys, documents=seen)
+        rows = TileRows(queries, keys, documents=seen)
         for i, j in itertools.product(range(ring), repeat=2):
             yield rows, i, j, list(queries[i]), list(keys[j])
 
@@ -94,7 +94,7 @@ def pairs(
 def by_blocks(
     ids: Tensor,
     given: list[Tensor],
-    packed: PackedKernel | None,
+    packed: PackedTileKernel | None,
     ring: int,
     order: Order,
     slices: int,

@@ -13,28 +13,28 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.layers.moe import transfer
-from megapipe.layers.moe.chunks import Chunk, chunks_of
+from megapipe.layers.moe.chunks import ExpertChunk, dispatch_chunks
 from megapipe.layers.moe.dispatch import Dispatch
 from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
-from megapipe.layers.moe.permutation import Counts, Rows
+from megapipe.layers.moe.permutation import ExpertCounts, Permutation
 from megapipe.layers.moe.transfer import AllToAll, Permute, Step, combine_steps, dispatch_steps
 
 
-def sent(chunk: Chunk, source: int, ranks: int) -> list[int]:
-    return [chunk.moved(source, member) for member in range(ranks)]
+def sent(chunk: ExpertChunk, source: int, ranks: int) -> list[int]:
+    return [chunk.rows_between(source, member) for member in range(ranks)]
 
 
 def test_a_chunk_has_some_experts_of_each_rank() -> None:
     """Of two ranks with three of six experts each; counts are by rank and expert."""
     counts = [[2, 0, 1, 3, 1, 0], [0, 1, 2, 0, 4, 1]]
-    first, second = (chunks_of(counts, index, 1, 2) for index in (0, 1))
+    first, second = (dispatch_chunks(counts, index, 1, 2) for index in (0, 1))
     assert [c.experts for c in first] == [slice(0, 2), slice(2, 3)]
     assert [sent(c, 0, 2) for c in first] == [[2, 4], [1, 0]]
     assert [sent(c, 1, 2) for c in first] == [[1, 4], [2, 1]]
-    assert [c.own for c in first] == [slice(0, 6), slice(6, 7)]
-    assert [c.own for c in second] == [slice(0, 5), slice(5, 8)]
-    assert [(c.here, c.ends) for c in first] == [(slice(0, 3), [2, 3]), (slice(3, 6), [3])]
-    assert [(c.here, c.ends) for c in second] == [(slice(0, 8), [3, 8]), (slice(8, 9), [1])]
+    assert [c.token_rows for c in first] == [slice(0, 6), slice(6, 7)]
+    assert [c.token_rows for c in second] == [slice(0, 5), slice(5, 8)]
+    assert [(c.expert_rows, c.ends) for c in first] == [(slice(0, 3), [2, 3]), (slice(3, 6), [3])]
+    assert [(c.expert_rows, c.ends) for c in second] == [(slice(0, 8), [3, 8]), (slice(8, 9), [1])]
 
 
 class Noted:
@@ -76,25 +76,25 @@ def test_a_chunk_is_on_its_way_before_the_one_before_it_is_computed(hops: int, o
 def test_all_who_share_an_expert_get_its_rows() -> None:
     """Of four ranks, two with each half of the experts."""
     counts = [[1, 2], [0, 3], [0, 0], [2, 0]]
-    ranks = [chunks_of(counts, index, 2, 1)[0] for index in range(4)]
+    ranks = [dispatch_chunks(counts, index, 2, 1)[0] for index in range(4)]
     wanted = [[1, 1, 2, 2], [0, 0, 3, 3], [0] * 4, [2, 2, 0, 0]]
     assert [sent(chunk, i, 4) for i, chunk in enumerate(ranks)] == wanted
     assert [chunk.ends for chunk in ranks] == [[3], [3], [5], [5]]
-    assert [chunk.own.stop for chunk in ranks] == [3, 3, 0, 2]
+    assert [chunk.token_rows.stop for chunk in ranks] == [3, 3, 0, 2]
 
 
 def test_rows_of_a_chunk_are_neighbours() -> None:
     """Two ranks have experts 0 to 2 and 3 to 5; chunks are 0, 1, 3, 4 and 2, 5."""
     choice = torch.tensor([[2, 0], [5, ~2], [4, 1], [~1, 3]], dtype=torch.int16)
-    rows = Rows.of(choice, 6, 3, 2)
-    assert rows.order[:6].tolist() == [1, 5, 7, 4, 0, 2]
-    assert rows.slots.tolist() == [[4, 0], [5, 6], [3, 1], [6, 2]]
+    rows = Permutation.of(choice, 6, 3, 2)
+    assert rows.choice_of_row[:6].tolist() == [1, 5, 7, 4, 0, 2]
+    assert rows.row_of_choice.tolist() == [[4, 0], [5, 6], [3, 1], [6, 2]]
 
 
 def test_rows_of_other_ranks_are_put_into_the_order_of_experts_and_then_of_ranks() -> None:
     choices = [[[0], [0], [2], [3], [3], [3]], [[1], [2], [2]]]
     counts = [[2, 0, 1, 3], [0, 1, 2, 0]]
-    told = Counts(counts, torch.tensor(counts))
+    told = ExpertCounts(counts, torch.tensor(counts))
     found = []
     for index, own in enumerate(choices):
         axis = Axis(2, index, (0, 1), None)

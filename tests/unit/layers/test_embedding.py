@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.context.positions import Positions, Run
+from megapipe.context.positions import Positions, StridedRange
 from megapipe.distributed.mesh import Axis
 from megapipe.layers.embedding import PositionEmbedding
 from megapipe.layers.parameter import Sharding
@@ -14,7 +14,7 @@ from megapipe.layers.weight_grad import main_grad
 from megapipe.optim.buffers import Bucket, owned_parameters
 
 LENGTH, ROWS, HIDDEN, TABLE = 6, 3, 4, 11
-RUNS = Positions((Run(2, 4), Run(8, 2)))
+RUNS = Positions((StridedRange(2, 4), StridedRange(8, 2)))
 OWN = torch.tensor([[0, 5, 9], [1, 6, 10], [2, 0, 0], [3, 1, 1], [4, 2, 2], [0, 3, 3]])
 
 

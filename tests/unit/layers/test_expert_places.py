@@ -17,10 +17,10 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import Wait
 from megapipe.experts.map import ExpertMap
 from megapipe.layers.moe import replicas
-from megapipe.layers.moe.chunks import chunks_of
+from megapipe.layers.moe.chunks import dispatch_chunks
 from megapipe.layers.moe.owners import ExpertOwners
-from megapipe.layers.moe.permutation import Rows
-from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.layers.moe.permutation import Permutation
+from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.layers.weight_grad import main_grad
 
 COPIES = ((2,), (0, 1))
@@ -61,7 +61,7 @@ def parameter(name: str, values: Tensor) -> Parameter:
     return found
 
 
-def ranks_with(copies: tuple[tuple[int, ...], ...], etp: int = 1) -> list[ExpertPlaces]:
+def ranks_with(copies: tuple[tuple[int, ...], ...], etp: int = 1) -> list[ExpertReplicas]:
     """Of four experts. Each part of expert e has the weights 10 e + part and the bias -e."""
     present, members = ExpertMap.even(4, len(copies), 2), len(copies) * etp
     found = []
@@ -71,26 +71,28 @@ def ranks_with(copies: tuple[tuple[int, ...], ...], etp: int = 1) -> list[Expert
         up = parameter("up", (10 * own + part).view(-1, 1, 1).repeat(1, 2, 3))
         bias = parameter("bias", -own.view(-1, 1).repeat(1, 2))
         axis = Axis(members, index, tuple(range(members)), None)
-        found.append(ExpertPlaces([up, bias], ExpertOwners(present, rank), axis, etp, len(copies)))
-        found[-1].take(present.with_copies(copies))
+        found.append(
+            ExpertReplicas([up, bias], ExpertOwners(present, rank), axis, etp, len(copies))
+        )
+        found[-1].set_map(present.with_replicas(copies))
     return found
 
 
 def test_rows_go_to_the_own_rank_if_it_has_the_expert() -> None:
     first, second = ranks_with(COPIES)
     choice = torch.tensor([[0, 1], [2, 3], [~0, ~3]], dtype=torch.int16)
-    assert first.number == 8
-    assert first.placed(choice).tolist() == [[0, 1], [2, 5], [~0, ~3]]
-    assert second.placed(choice).tolist() == [[6, 7], [4, 5], [~0, ~3]]
-    assert first.placed(choice).dtype == torch.int16
+    assert first.num_slots == 8
+    assert first.to_slots(choice).tolist() == [[0, 1], [2, 5], [~0, ~3]]
+    assert second.to_slots(choice).tolist() == [[6, 7], [4, 5], [~0, ~3]]
+    assert first.to_slots(choice).dtype == torch.int16
 
 
 def test_without_copies_places_are_experts() -> None:
     places, _ = ranks_with(((), ()))
     choice = torch.tensor([[0, 3], [~1, 2]], dtype=torch.int16)
-    assert places.placed(choice) is choice
-    assert (places.number, places.copies) == (4, 0)
-    assert places.start_home() is None
+    assert places.to_slots(choice) is choice
+    assert (places.num_slots, places.replicas_per_rank) == (4, 0)
+    assert places.start_grad_return() is None
 
 
 @pytest.mark.parametrize("etp", [1, 2])
@@ -99,8 +101,8 @@ def test_copies_get_weights_and_give_gradients(etp: int) -> None:
     exchanges = Exchanges(len(ranks))
     with mock.patch.object(replicas, "start_all_to_all", exchanges.start):
         for places in ranks:
-            places.begin()
-            places.begin()
+            places.start_broadcast()
+            places.start_broadcast()
         assert len(exchanges.sent) == 1, "weights that have not changed leave once"
         for index, places in enumerate(ranks):
             rank, part = divmod(index, etp)
@@ -113,12 +115,12 @@ def test_copies_get_weights_and_give_gradients(etp: int) -> None:
             for p in places._parameters:
                 for number, grad in enumerate(places.main_grads(p)):
                     grad.fill_(10.0**number)
-        begun = [places.start_home() for places in ranks]
+        begun = [places.start_grad_return() for places in ranks]
         for places, coming in zip(ranks, begun, strict=True):
             assert coming is not None
             received, wait = coming
             wait()
-            places.add(received)
+            places.add_returned_grads(received)
     for index, places in enumerate(ranks):
         wanted = [[101.0, 1010.0], [101.0, 10.0]][index // etp]
         for p in places._parameters:
@@ -136,17 +138,17 @@ def test_gradients_are_added_by_rank() -> None:
     for rank, grad in enumerate(given):
         own = parameter("up", torch.zeros(1, 1, 1, dtype=torch.float64))
         ranks.append(
-            ExpertPlaces([own], ExpertOwners(present, rank), Axis(3, rank, (0, 1, 2), None), 1, 3)
+            ExpertReplicas([own], ExpertOwners(present, rank), Axis(3, rank, (0, 1, 2), None), 1, 3)
         )
-        ranks[-1].take(present.with_copies([[], [0], [0]]))
+        ranks[-1].set_map(present.with_replicas([[], [0], [0]]))
         ranks[-1].main_grads(own)[1 if rank else 0].fill_(grad)
     exchanges = Exchanges(3)
     with mock.patch.object(replicas, "start_all_to_all", exchanges.start):
-        coming, *_ = [places.start_home() for places in ranks]
+        coming, *_ = [places.start_grad_return() for places in ranks]
         assert coming is not None
         received, wait = coming
         wait()
-        ranks[0].add(received)
+        ranks[0].add_returned_grads(received)
     assert main_grad(ranks[0]._parameters[0]).item() == 1.0
 
 
@@ -156,11 +158,11 @@ def test_changed_weights_leave_again() -> None:
     with mock.patch.object(replicas, "start_all_to_all", exchanges.start):
         for number in range(2):
             for places in ranks:
-                places.begin()
+                places.start_broadcast()
             found = [places.weights(places._parameters[0])[0].unique() for places in ranks]
             assert torch.cat(found).tolist() == [20 + number, number]
             for places in ranks:
-                places.changed()
+                places.mark_stale()
                 places._parameters[0].data.add_(1)
         assert len(exchanges.sent) == 2
 
@@ -168,11 +170,15 @@ def test_changed_weights_leave_again() -> None:
 def test_copies_are_a_chunk_of_their_own() -> None:
     """Of two ranks with three of six experts and a copy each: places 3 and 7."""
     counts = [[2, 0, 1, 4, 3, 1, 0, 0], [0, 1, 2, 0, 0, 4, 1, 5]]
-    first = chunks_of(counts, 0, 1, 2, 1)
+    first = dispatch_chunks(counts, 0, 1, 2, 1)
     assert [c.experts for c in first] == [slice(0, 2), slice(2, 3), slice(3, 4)]
-    assert [[c.moved(0, member) for member in (0, 1)] for c in first] == [[2, 4], [1, 0], [4, 0]]
-    assert [c.own for c in first] == [slice(0, 6), slice(6, 7), slice(7, 11)]
-    assert [(c.here, c.ends) for c in first] == [
+    assert [[c.rows_between(0, member) for member in (0, 1)] for c in first] == [
+        [2, 4],
+        [1, 0],
+        [4, 0],
+    ]
+    assert [c.token_rows for c in first] == [slice(0, 6), slice(6, 7), slice(7, 11)]
+    assert [(c.expert_rows, c.ends) for c in first] == [
         (slice(0, 3), [2, 3]),
         (slice(3, 6), [3]),
         (slice(6, 10), [4]),
@@ -182,6 +188,6 @@ def test_copies_are_a_chunk_of_their_own() -> None:
 def test_rows_of_copies_come_last() -> None:
     """Two ranks with two experts and a copy each, and no chunks: places 2 and 5 are of copies."""
     choice = torch.tensor([[2, 0], [5, ~2], [4, 1], [~1, 3]], dtype=torch.int16)
-    rows = Rows.of(choice, 6, 3, 1, 1)
-    assert rows.order[:6].tolist() == [1, 5, 7, 4, 0, 2]
-    assert rows.slots.tolist() == [[4, 0], [5, 6], [3, 1], [6, 2]]
+    rows = Permutation.of(choice, 6, 3, 1, 1)
+    assert rows.choice_of_row[:6].tolist() == [1, 5, 7, 4, 0, 2]
+    assert rows.row_of_choice.tolist() == [[4, 0], [5, 6], [3, 1], [6, 2]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe import routing
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.routers import Router
 from tests.parity import reference
 from tests.parity.chosen import evenly
@@ -25,13 +25,13 @@ ROWS, LENGTH, SCALE = 4, 8, 2.0**10
 
 def recorded(found: list[tuple[Tensor, Tensor]]) -> Any:
     """Scores and choices of each layer that makes some."""
-    choose = routing.choose
+    choose = routing.route_tokens
 
     def spy(p: Tensor, *given: Any) -> Tensor:
         found.append((p, choose(p, *given)))
         return found[-1][1]
 
-    return mock.patch.object(routing, "choose", spy)
+    return mock.patch.object(routing, "route_tokens", spy)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -73,7 +73,9 @@ class Forward:
         tokens, labels, mask = reference.random_batch(model, ROWS, LENGTH, seed=1)
         self.mb = MicroBatch(0, 0, 1, tokens, labels, mask)
         self.stage, _ = new_stage(model, reference.init_random(model, seed=3))
-        self.layers = [each for each in self.stage.module.modules() if isinstance(each, Experts)]
+        self.layers = [
+            each for each in self.stage.module.modules() if isinstance(each, RoutedExperts)
+        ]
         self.tokens: list[Tensor] = []
         """Of each layer, [tokens, h]."""
         self.logits: list[Tensor] = []

@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe import routing as route
-from megapipe.layers.moe.routing import Chosen
-from megapipe.layers.moe.specs import NUMBERS, Drop, Routing, Scope
-from megapipe.model.gpt.moe.mixture import Mixture
+from megapipe.layers.moe.routing import RoutingResult
+from megapipe.layers.moe.specs import NUM_STATS, Drop, Routing, Scope
+from megapipe.model.gpt.moe.mixture import MoELayer
 from megapipe.train.moe.routing_state import RoutingState
 from tests.parity import reference
 from tests.parity.ranks import Case, configure
@@ -120,17 +120,17 @@ def test_scores_and_weights(scores: str, normalise: bool) -> None:
     logits = drawn(TOKENS, EXPERTS)
     p = how.router.scores(logits)
     assert close(value("p_e", {"logit_e": logits}, *named(how)), p)
-    ids = route.experts_of(route.choose(p, how, SEQUENCES))
+    ids = route.decode_choices(route.route_tokens(p, how, SEQUENCES))
     given = {"p_i": p.gather(1, ids), "scale": how.scale}
-    assert close(value("w_i", given, *named(how)), route.weights(p, ids, how))
+    assert close(value("w_i", given, *named(how)), route.routing_weights(p, ids, how))
 
 
 @pytest.mark.parametrize("normalise", [True, False])
 def test_second_choices(normalise: bool) -> None:
     how = Routing(EXPERTS, 2, normalise=normalise, random_second=True)
     p, u = how.router.scores(drawn(TOKENS, EXPERTS)), drawn(TOKENS, seed=1).sigmoid()
-    choice = route.choose(p, how, SEQUENCES, second=u)
-    p_1, p_2 = p.gather(1, route.experts_of(choice)).unbind(1)
+    choice = route.route_tokens(p, how, SEQUENCES, second=u)
+    p_1, p_2 = p.gather(1, route.decode_choices(choice)).unbind(1)
     kept = value("kept", {"p_1": p_1, "p_2": p_2, "u": u}, *named(how))
     assert kept.tolist() == (choice[:, 1] >= 0).tolist()
     assert 0 < kept.sum() < TOKENS
@@ -152,11 +152,11 @@ def test_what_a_layer_makes_of_its_experts_and_of_a_shared_mlp(gate: str) -> Non
     model = model.model_copy(update={"bias": False, "moe": moe})
     params = reference.init_random(model, seed=3)
     stage, _ = new_stage(model, params)
-    (layer,) = (each for each in stage.module.modules() if isinstance(each, Mixture))
+    (layer,) = (each for each in stage.module.modules() if isinstance(each, MoELayer))
     values = {name.removeprefix("layers.0.moe."): values for name, values in params.items()}
     x = drawn(TOKENS, model.hidden)
     p = (x @ values["router.weight"].T).softmax(-1)
-    ids = route.choose(p, layer.experts.routing, SEQUENCES).long()
+    ids = route.route_tokens(p, layer.experts.routing, SEQUENCES).long()
     y_e = torch.stack([mlp(x, *pair) for pair in zip(*matrices(values, ""), strict=True)], -1)
     w_i = value("w_i", {"p_i": p.gather(1, ids), "scale": 1.5}, "normalise=true")
     y_i = y_e.gather(2, ids.unsqueeze(1).expand(-1, model.hidden, -1))  # [tokens, h, k]
@@ -187,12 +187,12 @@ def test_choices_that_are_dropped(drop: Drop, capacity: float) -> None:
     """Those behind whom there are no places left, by the order of the page."""
     how = Routing(5, 3, capacity=capacity, drop=drop)
     p = how.router.scores(drawn(TOKENS, 5))
-    choice = route.choose(p, how, SEQUENCES)
-    ids = route.experts_of(choice)
+    choice = route.route_tokens(p, how, SEQUENCES)
+    ids = route.decode_choices(choice)
     given = {"capacity": Fraction(str(capacity)), "k": 3, "length": LENGTH, "E": 5}
     places = value("places", given)
-    assert places == how.places(LENGTH)
-    weights = route.weights(p, ids, how).view(LENGTH, SEQUENCES, 3).tolist()
+    assert places == how.expert_capacity(LENGTH)
+    weights = route.routing_weights(p, ids, how).view(LENGTH, SEQUENCES, 3).tolist()
     kept = torch.zeros(LENGTH, SEQUENCES, 3, dtype=torch.bool)
     for sequence in range(SEQUENCES):
         ranked: dict[int, list[tuple[Any, int, int]]] = {e: [] for e in range(5)}
@@ -218,13 +218,13 @@ def test_terms_of_the_loss(scores: str, scope: Scope, first_only: bool) -> None:
         scores=scores,
         scope=scope,
         first_only=first_only,
-        balance=0.3,
-        z=0.05,
+        aux_loss_coeff=0.3,
+        z_loss_coeff=0.05,
     )
     logits, T = drawn(TOKENS, EXPERTS).requires_grad_(), 3 * TOKENS
     p = value("p_e", {"logit_e": logits}, *named(how))
-    choice = route.choose(p.detach(), how, SEQUENCES)
-    ids = route.experts_of(choice)
+    choice = route.route_tokens(p.detach(), how, SEQUENCES)
+    ids = route.decode_choices(choice)
     k = 1 if first_only else 2
     of_scopes = [list(range(g, TOKENS, SEQUENCES)) for g in range(SEQUENCES)]
     if scope == "microbatch":
@@ -235,15 +235,20 @@ def test_terms_of_the_loss(scores: str, scope: Scope, first_only: bool) -> None:
         given = {"E": EXPERTS, "k": k, "T_g": len(tokens), "count_e": count_e}
         terms = {"f_e": value("f_e", given), "P_e": value("P_e", {"p_e": p[tokens]}, *named(how))}
         L_g.append(value("L_g", terms))
-    given = {"balance": how.balance, "T_g": len(of_scopes[0]), "T": T, "L_g": torch.stack(L_g)}
+    given = {
+        "balance": how.aux_loss_coeff,
+        "T_g": len(of_scopes[0]),
+        "T": T,
+        "L_g": torch.stack(L_g),
+    }
     B = value("B", given).squeeze()
-    Z = value("Z", {"z": how.z, "logit": logits, "T": T})
+    Z = value("Z", {"z": how.z_loss_coeff, "logit": logits, "T": T})
     counts = route.count(choice, how, SEQUENCES)
-    spread = route.spread(p.detach(), how, len(counts))
-    chosen = Chosen(choice, counts, None)  # type: ignore[arg-type]
-    told = route.load(logits.detach(), chosen, how, spread)
-    assert close(B.detach() * T / how.balance, told[1])
-    assert close(Z.detach() * T / how.z, told[2])
+    spread = route.score_sums(p.detach(), how, len(counts))
+    chosen = RoutingResult(choice, counts, None)  # type: ignore[arg-type]
+    told = route.routing_stats(logits.detach(), chosen, how, spread)
+    assert close(B.detach() * T / how.aux_loss_coeff, told[1])
+    assert close(Z.detach() * T / how.z_loss_coeff, told[2])
     (grad,) = torch.autograd.grad(B + Z, logits)
     nothing = torch.zeros_like(ids, dtype=torch.float64)
     with torch.no_grad():
@@ -255,7 +260,7 @@ def test_biases() -> None:
     state = RoutingState({2: 4}, bias_rate=0.01, dtype=torch.float64)
     bias = torch.zeros(4, dtype=torch.float64)
     for counts in ([3.0, 1, 4, 0], [1.0, 3, 2, 2], [2.0, 2, 2, 2]):
-        state.move([0.0] * NUMBERS + counts)
+        state.update([0.0] * NUM_STATS + counts)
         given = {"bias_e": bias, "bias_rate": 0.01, "count_e": torch.tensor(counts).double()}
         bias = value("bias_e", given)
         assert close(state.biases[2], bias)
@@ -266,7 +271,7 @@ def test_nearer_experts() -> None:
     """The split at which the term has no gradient is that of the bandwidths."""
     B_ie = torch.tensor([8.0, 8, 4, 4, 1, 1, 1, 1], dtype=torch.float64)
     q_ie = value("q_ie", {"B_ie": B_ie})
-    assert close(q_ie, route.distances([8.0, 4, 1, 1], EXPERTS, torch.float64))
+    assert close(q_ie, route.distance_factors([8.0, 4, 1, 1], EXPERTS, torch.float64))
     count_e = value("count_e", {"k": 2, "T_g": TOKENS, "B_ie": B_ie})
     assert count_e.sum() == pytest.approx(2 * TOKENS)
     f_e = value("f_e", {"E": EXPERTS, "count_e": count_e, "k": 2, "T_g": TOKENS})

@@ -73,7 +73,7 @@ def test_sums_over_the_sequence_are_partial_only_where_it_is_split(
 ) -> None:
     whole = ParameterSpec(name="norm", shape=(4,), sequence_partial=True)
     spec = spec_of(new_parameter(sharding(size, 0, sequence_parallel), whole))
-    assert spec.sequence_partial is spec.partial is partial
+    assert spec.sequence_partial is spec.grad_is_partial is partial
 
 
 OWNERS = [(0, 0, 1, 1, 2, 2), (2, 0, 1, 0, 2, 1), (1, 0, 0, 2, 2, 1)]
@@ -88,7 +88,7 @@ def of_experts(owners: tuple[int, ...], member: int) -> LocalParameter:
     present = ExpertOwners(ExpertMap.even(6, 3), member // 2)
     spec = ParameterSpec(name="e", shape=(6, 4, 3), over_ep=True, inner_dim=1, std=0.1)
     found = spec_of(expert_parameter(split, spec, present))
-    present.present = ExpertMap(owners, ((),) * 3)
+    present.map = ExpertMap(owners, ((),) * 3)
     return found
 
 
@@ -106,7 +106,7 @@ def test_experts_are_found_by_their_numbers(owners: tuple[int, ...]) -> None:
         seen = []
         for position, part in flat_regions(spec.sizes, start, stop):
             values = local.flatten()[start:stop][position : position + part.numel].view(part.sizes)
-            for inside, region in spec.placed(part):
+            for inside, region in spec.global_regions(part):
                 assert values[inside].equal(full[region.inside(whole(spec.shape))])
                 seen += values[inside].flatten().tolist()
         assert sorted(seen) == sorted(local.flatten()[start:stop].tolist())
@@ -119,7 +119,7 @@ def test_initial_experts_are_those_of_their_numbers() -> None:
             spec = of_experts(owners, member)
             out = torch.empty(spec.sizes)
             spec.initialise(out, seed=3)
-            for inside, region in spec.placed():
+            for inside, region in spec.global_regions():
                 found[region.inside(whole(spec.shape))] = out[inside]
         return found
 

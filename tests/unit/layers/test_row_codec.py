@@ -35,7 +35,7 @@ def rows_of(dtype: torch.dtype) -> Tensor:
 
 def through(rows: Tensor, codec: str) -> Tensor:
     own = CODECS[codec]  # type: ignore[index]
-    return own.decoded(own.coded(rows), rows.dtype)
+    return own.decode(own.encode(rows), rows.dtype)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -98,5 +98,5 @@ def test_what_is_not_finite_is_not_lost(codec: str, value: float) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_are_those_that_plans_count(codec: str, dtype: torch.dtype) -> None:
-    coded = CODECS[codec].coded(torch.zeros(5, WIDTH, dtype=dtype))  # type: ignore[index]
+    coded = CODECS[codec].encode(torch.zeros(5, WIDTH, dtype=dtype))  # type: ignore[index]
     assert coded.nbytes == 5 * wire_bytes(codec, WIDTH, dtype.itemsize)

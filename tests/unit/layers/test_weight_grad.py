@@ -81,7 +81,7 @@ def test_tasks_that_run_at_once_are_not_held() -> None:
     queue.at_once = False
     queue.open(1)
     queue.put(Task("c", log))
-    queue.beside()
+    queue.run_postponed()
     assert log == both, "I leaves them to W"
     queue.at_once = True
     queue.clear()
@@ -92,10 +92,10 @@ def test_tasks_for_later_run_beside_the_next_collective_or_at_the_end() -> None:
     queue, log = WeightGradQueue(), []
     queue.at_once = True
     queue.open(0)
-    queue.beside()
+    queue.run_postponed()
     queue.put(Task("a", log), later=True)
     assert not log
-    queue.beside()
+    queue.run_postponed()
     assert log == ["(a", "a0"]
     queue.put(Task("b", log), later=True)
     queue.put(Task("c", log))
@@ -123,7 +123,7 @@ def test_whoever_watches_learns_of_each_gradient_and_of_those_to_come() -> None:
     queue.put(Task("a", log), later=True)
     queue.put(Task("b", log), Task("c", log))
     assert told == [("b", {"a", "c"}), ("c", {"a"})], "those that were put off come later"
-    queue.beside()
+    queue.run_postponed()
     assert told[2:] == [("a", set())]
     queue.clear()
     assert queue.watch is None

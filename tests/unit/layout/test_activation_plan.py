@@ -10,7 +10,7 @@ from megapipe.config.activations import ActivationsConfig
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.layers.policy import BlockPolicy
-from megapipe.layout.activations import recomputed_stages, stage_spans
+from megapipe.layout.activations import block_policies, recomputed_stages
 from megapipe.layout.resolve import resolve
 from megapipe.model.partition import parse_layout
 
@@ -21,7 +21,7 @@ SELECTIVE = BlockPolicy(recompute=frozenset(ALL))
 
 
 def spans(**keys: Any) -> tuple[tuple[tuple[int, BlockPolicy], ...], ...]:
-    return stage_spans(ActivationsConfig(**keys), STAGES)
+    return block_policies(ActivationsConfig(**keys), STAGES)
 
 
 def test_spans() -> None:
@@ -40,12 +40,12 @@ def test_spans() -> None:
         ((1, KEEP),),
     )
     config = ActivationsConfig(policy="full", offload=["norm"])
-    assert stage_spans(config, STAGES, {0, 2})[::2] == (((3, KEEP),), ((1, KEEP),))
+    assert block_policies(config, STAGES, {0, 2})[::2] == (((3, KEEP),), ((1, KEEP),))
 
 
 def test_a_stage_of_embedding_or_head_alone_has_no_spans() -> None:
     config = ActivationsConfig(policy="full")
-    assert stage_spans(config, parse_layout("E | L*2 | H", 2)) == ((), ((1, FULL),) * 2, ())
+    assert block_policies(config, parse_layout("E | L*2 | H", 2)) == ((), ((1, FULL),) * 2, ())
 
 
 def test_offloading() -> None:
@@ -94,11 +94,11 @@ def test_the_layout_has_the_units_and_the_schedule_the_stages_run_again() -> Non
     config = config_of({"policy": ["stage", "full"]}, {"schedule": "zb_h1"})
     _, layout = resolve(config, 2, None)
     assert layout.schedule.recompute == {0}
-    assert layout.spans == (((2, KEEP),), ((1, FULL),) * 2)
+    assert layout.block_policies == (((2, KEEP),), ((1, FULL),) * 2)
     merak = config_of({"policy": ["full", "stage"]}, {"schedule": "merak"})
     _, layout = resolve(merak, 2, None)
     assert layout.schedule.recompute == {0, 1}
-    assert layout.spans == (((2, KEEP),),) * 2, "no block is run a third time"
+    assert layout.block_policies == (((2, KEEP),),) * 2, "no block is run a third time"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megapipe.layout.cuts import check_timeable, slice_time
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
-from megapipe.plan.pace import expected
+from megapipe.plan.pace import simulate_step
 from megapipe.plan.report import report
 from megapipe.plan.units import Units
 from megapipe.schedule.cost import Time
@@ -46,7 +46,7 @@ def all_cuts(count: int | None, multiple: int = 1) -> Iterator[tuple[int, ...]]:
 
 def makespan(config: Config, layout: Layout, cut: tuple[int, ...], *, equal: bool) -> Time:
     """Of terapipe with this cut by the plan's own costs, or by those of stages that are `equal`."""
-    work = stage_work(layout.model, layout.stage_layers, layout.spans, ())
+    work = stage_work(layout.model, layout.stage_layers, layout.block_policies, ())
     if equal:
         work = (work[0],) * len(work)
     schedule = build("terapipe", ranks=layout.pp, microbatches=layout.microbatches, slices=len(cut))
@@ -96,7 +96,7 @@ def test_what_is_minimised_is_what_the_paper_says() -> None:
     config, layout = configure(
         "parallel.pp=3", "train.global_batch=2", "pipeline.slice_overhead=1.5"
     )
-    work = stage_work(layout.model, layout.stage_layers, layout.spans, ())[0]
+    work = stage_work(layout.model, layout.stage_layers, layout.block_policies, ())[0]
     for cut in all_cuts(None):
         shares = slice_time(config, layout.model).shares(cut)
         formula = (work.F + work.I + work.W) * (2 * sum(shares) + 2 * max(shares))
@@ -127,7 +127,7 @@ def test_the_plan_is_drawn_by_the_times_of_the_cut() -> None:
     assert len(layout.slice_lengths) > 1
     shares = slice_time(config, layout.model).shares(layout.slice_lengths)
     assert layout.cost.slices == shares
-    timeline = expected(Units(config, layout), Speeds.of(config))
+    timeline = simulate_step(Units(config, layout), Speeds.of(config))
     ends, starts = timeline.ends[0], timeline.starts[0]
     forwards = [ends[i] - starts[i] for i in range(len(shares))]
     F = float(forwards[0] / shares[0])

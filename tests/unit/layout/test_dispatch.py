@@ -114,7 +114,7 @@ def test_room_for_all_rows_needs_a_capacity(keys: tuple[str, ...]) -> None:
     assert str(caught.value) == f"configuration: {needed}"
     config, layout = plan("experts.pad=true", "model.moe.capacity=1", "log.peak_tflops=1", *keys)
     assert config.experts.pad
-    assert layout.model.conditions.pad
+    assert layout.model.conditions.pad_to_capacity
 
 
 def test_bandwidths_from_a_rank() -> None:
@@ -263,7 +263,7 @@ def test_ranks_of_a_node_are_those_of_the_launcher() -> None:
     named = parse([*BASE, HIERARCHICAL, "experts.node=2"]).config
     assert on_nodes(named, 4).experts.node == 2
     _, layout = plan("parallel.dp=16", "parallel.ep=16", HIERARCHICAL)
-    assert layout.node == 8, "parallel.per_node"
+    assert layout.ranks_per_node == 8, "parallel.per_node"
 
 
 def test_another_layout_whose_experts_are_on_one_rank_has_nothing_of_the_section() -> None:

@@ -10,7 +10,7 @@ from megapipe.config.experts import ExpertsConfig
 from megapipe.errors import ConfigError
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool_file import write_pools
-from megapipe.layout.moe.replicas import check_pool, ranks_of_a_node
+from megapipe.layout.moe.replicas import check_pool, ep_ranks_per_node
 from megapipe.layout.resolve import resolve
 from megapipe.plan.measurements import BY_UNITS
 
@@ -184,4 +184,4 @@ def test_a_pool_is_read_before_the_processes_meet(tmp_path: Path) -> None:
     ],
 )
 def test_a_group_is_of_whole_nodes_or_all_of_one(keys: tuple[str, ...], node: int) -> None:
-    assert ranks_of_a_node(plan(*SPLIT, *keys)) == node
+    assert ep_ranks_per_node(plan(*SPLIT, *keys)) == node

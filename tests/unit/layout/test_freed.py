@@ -49,10 +49,14 @@ def test_orders_within_a_limit_use_what_is_free(name: str) -> None:
     """They hold more micro-batches than the limit, and not more bytes than so many."""
     key = f"pipeline.schedule={name}"
     config, layout = configure(key, SCORES, "pipeline.memory_limit=4")
-    assert layout.freed == share(config, layout)
+    assert layout.freed_by_input_grad == share(config, layout)
     given = {"ranks": 4, "microbatches": 12, "memory_limit": 4, "cost": layout.cost}
-    assert layout.schedule.ops == build(name, **given, freed=layout.freed).ops
-    assert max(peak_weighted(layout.schedule, layout.freed)) <= 4 < max(peak_held(layout.schedule))
+    assert layout.schedule.ops == build(name, **given, freed=layout.freed_by_input_grad).ops
+    assert (
+        max(peak_weighted(layout.schedule, layout.freed_by_input_grad))
+        <= 4
+        < max(peak_held(layout.schedule))
+    )
     alone = configure("pipeline.schedule=1f1b", SCORES, "train.global_batch=1")
     units, of_one = Units(config, layout), Units(*alone)
     for rank in range(4):
@@ -60,7 +64,7 @@ def test_orders_within_a_limit_use_what_is_free(name: str) -> None:
         assert most <= 4 * peak_activations(of_one, rank, inside=False).device
 
     _, fused = configure(key, "pipeline.memory_limit=4")
-    assert fused.freed == 0, "the embedding's gradients wait, and scores are not kept"
+    assert fused.freed_by_input_grad == 0, "the embedding's gradients wait, and scores are not kept"
     assert fused.schedule.ops == build(name, **{**given, "cost": fused.cost}).ops
     assert max(peak_held(fused.schedule)) <= 4
 
@@ -68,8 +72,10 @@ def test_orders_within_a_limit_use_what_is_free(name: str) -> None:
 def test_batches_that_grow_to_it_too() -> None:
     keys = ("pipeline.schedule=zb_1p", SCORES, "train.batch_ramp=[8,4,100]")
     _, layout = configure(*keys)
-    smaller = build("zb_1p", ranks=4, microbatches=8, cost=layout.cost, freed=layout.freed)
-    assert layout.smaller[8].ops == smaller.ops
+    smaller = build(
+        "zb_1p", ranks=4, microbatches=8, cost=layout.cost, freed=layout.freed_by_input_grad
+    )
+    assert layout.ramp_schedules[8].ops == smaller.ops
     assert max(peak_held(smaller)) > 4
 
 
@@ -103,10 +109,13 @@ def test_it_is_known_with_the_tokenizer() -> None:
     """The head's share counts, so the order is made when the vocabulary is known."""
     keys = ("pipeline.schedule=zb_1p", SCORES)
     config, layout = configure(*keys, "data.tokenizer=some/where")
-    assert layout.freed == 0
+    assert layout.freed_by_input_grad == 0
     _, known = resolve(config, None, BYTE_VOCABULARY, before=layout, measure=BY_UNITS)
     other = configure(*keys)[1]
-    assert (known.freed, known.schedule.ops) == (other.freed, other.schedule.ops)
+    assert (known.freed_by_input_grad, known.schedule.ops) == (
+        other.freed_by_input_grad,
+        other.schedule.ops,
+    )
 
 
 def test_a_layout_is_final_once_it_is_measured() -> None:
@@ -116,5 +125,8 @@ def test_a_layout_is_final_once_it_is_measured() -> None:
     assert early.schedule.whole_microbatches == 1
     _, known = resolve(config, None, BYTE_VOCABULARY, before=early, measure=BY_UNITS)
     final = configure(*keys)[1]
-    assert final.freed > 0
-    assert (known.freed, known.schedule.ops) == (final.freed, final.schedule.ops)
+    assert final.freed_by_input_grad > 0
+    assert (known.freed_by_input_grad, known.schedule.ops) == (
+        final.freed_by_input_grad,
+        final.schedule.ops,
+    )

@@ -162,7 +162,7 @@ from megapipe.schedule.ir import packed
 def swapped(ranks, microbatches, cost=None):
     schedule = build("1f1b", ranks=ranks, microbatches=microbatches)
     first, *rest = (packed(reversed(ops)) for ops in schedule.ops)
-    return replace(schedule, ops=(first, *rest), held_limit=None)
+    return replace(schedule, ops=(first, *rest), activation_bound=None)
 
 def unknown(ranks, microbatches):
     schedule = build("1f1b", ranks=ranks, microbatches=microbatches)

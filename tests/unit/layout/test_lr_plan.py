@@ -11,7 +11,7 @@ from megapipe.cli import parse
 from megapipe.config.config import OptimizerConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.checks import shortened
-from megapipe.layout.lr_plan import ARGUMENTS, LearningRatePlan
+from megapipe.layout.lr_plan import ARGUMENTS, UserLRSchedule
 from megapipe.layout.resolve import resolve
 from megapipe.optim.lr import learning_rate
 
@@ -168,7 +168,7 @@ def test_what_is_wrong_is_one_line_before_a_start(
 
 def test_a_rate_that_was_not_looked_at_before_is_refused_when_it_comes() -> None:
     config = OptimizerConfig(schedule="plans:odd", warmup_steps=0)
-    LearningRatePlan(OptimizerConfig(schedule="plans:odd"), 50).check()
+    UserLRSchedule(OptimizerConfig(schedule="plans:odd"), 50).check()
     with pytest.raises(ConfigError, match="it returned nan for step 2 of 50"):
         learning_rate(config, 1, 50)
 

@@ -4,7 +4,7 @@ import pytest
 
 from megapipe.cli import Command, parse
 from megapipe.errors import ConfigError
-from megapipe.launch.endpoints import Nodes
+from megapipe.launch.endpoints import NodeRange
 from megapipe.launch.place import LaunchInfo
 from megapipe.launch.signals import StopRequest
 from megapipe.layout.fallbacks import check_fewest, check_layouts
@@ -115,17 +115,17 @@ def test_a_job_that_could_not_go_on_with_the_least_number_of_nodes_is_refused() 
     """At its start, and not when the first node is lost."""
     fixed = parse([*BATCH, "parallel.dp=2", "parallel.timeout_s=1"]).config
     with pytest.raises(ConfigError) as caught:
-        check_fewest(fixed, Nodes(1, 2), 1, where="run.yaml")
+        check_fewest(fixed, NodeRange(1, 2), 1, where="run.yaml")
     assert str(caught.value) == (
         "run.yaml: --nnodes 1:2 lets the job go on with 1 node, for which there is no layout "
         "(world size 1 for dp 2 x pp 1 x cp 1 x tp 1: expected 2): expected one of "
         "parallel.layouts for it, no parallel.dp, or --nnodes 2"
     )
     for given, nodes, ranks in (
-        (fixed, Nodes(2, 2), 1),
-        (fixed, Nodes(1, 2), 2),
-        (parse(BATCH).config, Nodes(1, 2), 1),
-        (parse([*BATCH, "parallel.dp=2", "parallel.layouts.one.dp=1"]).config, Nodes(1, 2), 1),
+        (fixed, NodeRange(2, 2), 1),
+        (fixed, NodeRange(1, 2), 2),
+        (parse(BATCH).config, NodeRange(1, 2), 1),
+        (parse([*BATCH, "parallel.dp=2", "parallel.layouts.one.dp=1"]).config, NodeRange(1, 2), 1),
     ):
         check_fewest(given, nodes, ranks)
     stop, options = StopRequest.__new__(StopRequest), ("--nnodes", "1:2", "--nproc=1")

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.layout.slice_time import SliceTime
+from megapipe.layout.slice_time import SliceCost
 from megapipe.layout.slices import balanced_slices, fastest_slices
 from megapipe.model.gpt.flops import causal_flops, layer_flops
 from megapipe.schedule.cost import Cost
@@ -31,8 +31,8 @@ def model_of(hidden: int, heads: int = 1) -> ModelConfig:
     return ModelConfig(hidden=hidden, heads=heads).resolved(vocab_size=101, sequence_length=16)
 
 
-def time_of(model: ModelConfig, overhead: Fraction = NONE, attention: Fraction = ONE) -> SliceTime:
-    return SliceTime(cache(partial(causal_flops, model)), overhead, attention)
+def time_of(model: ModelConfig, overhead: Fraction = NONE, attention: Fraction = ONE) -> SliceCost:
+    return SliceCost(cache(partial(causal_flops, model)), overhead, attention)
 
 
 def all_cuts(points: int, count: int | None) -> Iterator[tuple[int, ...]]:

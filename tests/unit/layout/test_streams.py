@@ -58,24 +58,24 @@ def layout_of(*given: str) -> Layout:
 )
 def test_versions_of_each_stage(given: tuple[str, ...], stages: int, versions: list[int]) -> None:
     layout = layout_of(*given)
-    assert layout.stream is not None
+    assert layout.async_schedule is not None
     assert layout.stages == stages
-    kept = versions_kept(layout.stream)
+    kept = versions_kept(layout.async_schedule)
     assert [kept[stage] for stage in range(stages)] == versions
 
 
 def test_mean_staleness_is_the_share_of_a_window_that_is_ahead() -> None:
     for given, behind in ((STASH, [3, 2, 1, 0]), (LATEST, [3, 2, 1, 0]), (BUFFERED, [8] * 4)):
         layout = layout_of(*given)
-        assert layout.stream is not None
-        found = mean_staleness(layout.stream)
+        assert layout.async_schedule is not None
+        found = mean_staleness(layout.async_schedule)
         assert [found[stage] for stage in range(4)] == [Fraction(each, 8) for each in behind]
 
 
 def test_training_is_synchronous_by_default() -> None:
     layout = layout_of()
-    assert layout.stream is None
-    assert layout.listed is layout.schedule
+    assert layout.async_schedule is None
+    assert layout.run_schedule is layout.schedule
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_one_end_of_the_pipeline_has_the_states_of_a_tied_embedding() -> None:
     first, last = ([*process_buckets(config, layout, rank)][-1] for rank in (0, 3))
     assert (first.updates, last.updates) == (True, False)
     assert first.numel == last.numel == matrix
-    tied = [model_memory(config, layout, rank).lasting for rank in (0, 3)]
+    tied = [model_memory(config, layout, rank).persistent for rank in (0, 3)]
     untied = resolve(parse([*given]).config, None, 256)
-    whole = [model_memory(*untied, rank).lasting for rank in (0, 3)]
+    whole = [model_memory(*untied, rank).persistent for rank in (0, 3)]
     assert tied[0] - whole[0] == 4 * matrix // 2
     assert whole[1] - tied[1] == 4 * 3 * matrix // 2
     sent = [step_traffic(Units(config, layout), rank) for rank in (0, 3)]

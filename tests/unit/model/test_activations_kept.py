@@ -19,11 +19,11 @@ from megapipe.engine.stage import Stage
 from megapipe.layers import offload
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
-from megapipe.layers.offload import HostMemory
-from megapipe.layers.policy import Span
-from megapipe.layers.recompute import Entrance, keep, recompute
+from megapipe.layers.offload import ActivationOffload
+from megapipe.layers.policy import BlockSpan
+from megapipe.layers.recompute import StageInput, recompute, save_all
 from megapipe.layers.weight_grad import WeightGradQueue, WeightGradTask
-from megapipe.layout.activations import stage_spans
+from megapipe.layout.activations import block_policies
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.block import Block
 from megapipe.model.gpt.mlp import MLP
@@ -42,9 +42,9 @@ def model_of(kind: str, **fields: Any) -> ModelConfig:
     return configure(Case(model=kind, tied=False, layers=LAYERS, **fields))[0].model
 
 
-def spans_of(name: str, spec: StageSpec = MIDDLE) -> tuple[Span, ...]:
+def spans_of(name: str, spec: StageSpec = MIDDLE) -> tuple[BlockSpan, ...]:
     config, _ = configure(Case(activations=name, moe="top 2"))
-    return stage_spans(config.activations, [spec])[0]
+    return block_policies(config.activations, [spec])[0]
 
 
 def microbatch(model: ModelConfig, index: int) -> MicroBatch:
@@ -91,7 +91,7 @@ def test_the_input_of_a_stage_is_a_leaf_unless_it_is_put_away(name: str) -> None
     stage = middle(model, name)
     stage.forward((0, 0), hidden(model), microbatch(model, 0))
     put_away = spans_of(name)[0].policy.offloads_input
-    assert isinstance(stage._in_flight[0, 0][0], Entrance) == put_away
+    assert isinstance(stage._in_flight[0, 0][0], StageInput) == put_away
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
@@ -204,7 +204,7 @@ def test_a_stage_that_is_run_again_as_a_whole_runs_no_block_a_third_time() -> No
     model = model_of("gpt2")
     params = reference.init_random(model, seed=3)
     config, _ = configure(Case(activations="full"))
-    (spans,) = stage_spans(config.activations, [MIDDLE], again={0})
+    (spans,) = block_policies(config.activations, [MIDDLE], again={0})
     stage, _ = new_stage(model, params, MIDDLE, spans=spans, recompute=True)
     with counted() as counts:
         stage.forward((0, 0), hidden(model), microbatch(model, 0))
@@ -227,9 +227,9 @@ def test_evaluation_keeps_nothing() -> None:
         assert storage() is None
 
 
-@pytest.mark.parametrize("inner", [keep, recompute])
+@pytest.mark.parametrize("inner", [save_all, recompute])
 def test_two_views_of_one_storage_share_its_copy(inner: Any) -> None:
-    host = HostMemory()
+    host = ActivationOffload()
 
     def product(pair: Tensor, graph_only: bool = False) -> Tensor:
         left, right = pair.chunk(2)
@@ -247,7 +247,7 @@ def test_two_views_of_one_storage_share_its_copy(inner: Any) -> None:
 
 def test_a_storage_that_is_freed_within_a_part_is_not_mistaken_for_another() -> None:
     """The memory of a saved tensor that is gone may be that of the next one."""
-    host = HostMemory()
+    host = ActivationOffload()
 
     def chain(x: Tensor, graph_only: bool = False) -> Tensor:
         for _ in range(20):
@@ -256,7 +256,7 @@ def test_a_storage_that_is_freed_within_a_part_is_not_mistaken_for_another() -> 
         return x
 
     results = []
-    for how in (keep, lambda *args: host.offload(keep, *args)):
+    for how in (save_all, lambda *args: host.offload(save_all, *args)):
         leaf = torch.full((1 << 14,), 2.0, dtype=torch.float64)
         leaf[1::2] = 1.9999
         leaf.requires_grad_()

@@ -15,8 +15,8 @@ from megapipe.assembly.kernels import select_kernels
 from megapipe.config.config import Config
 from megapipe.engine.stage import Stage
 from megapipe.errors import ConfigError
-from megapipe.layers.policy import BlockPolicy, Span
-from megapipe.layout.family import family_of
+from megapipe.layers.policy import BlockPolicy, BlockSpan
+from megapipe.layout.family import model_spec_of
 from megapipe.layout.resolve import resolve
 from megapipe.ops.compiler import Compiler, torch_compile
 from megapipe.optim.buffers import Bucket
@@ -60,7 +60,7 @@ def test_a_product_that_nobody_needs_is_left_out(policy: str) -> None:
         made, bucket = stage_of(model, compiler)
         if policy == "stage":
             return Stage(made.module, recompute=True), bucket
-        span = Span(1, BlockPolicy(recompute=frozenset({"block"})))
+        span = BlockSpan(1, BlockPolicy(recompute=frozenset({"block"})))
         return Stage(made.module, [span, span]), bucket
 
     assert_close(run(*stage(Traced()), SPLIT), run(*stage(None), SPLIT), 1e-12)
@@ -184,7 +184,7 @@ def test_what_cannot_be_compiled_is_refused(
 def test_kernels_of_a_compiled_block() -> None:
     cpu = torch.device("cpu")
     config, _ = resolve(Config.model_validate({"kernels": {"compile": True}}), 1, None)
-    needs = family_of(config).kernels
+    needs = model_spec_of(config).kernel_needs
     kernels = select_kernels(config, needs, cpu, torch.float32)
     assert kernels.compiler is torch_compile
     assert "blocks compiled (torch.compile)" in kernels.banner()

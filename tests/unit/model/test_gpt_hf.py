@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.model import ModelConfig
-from megapipe.generate.reading import Reading
+from megapipe.generate.reading import CachedDecoder
 from megapipe.layers.microbatch import MicroBatch
 from tests.parity.held_models import held_model
 from tests.parity.marks import in_parts
@@ -47,7 +47,7 @@ def test_logits_and_gradients_equal_transformers(case: str) -> None:
     stage.forward((0, 0), None, mb)
     stage.input_grad((0, 0), None)
     stage.weight_grad((0, 0))
-    bucket.add_uses()
+    bucket.sum_tied_grads()
     assert_grads_close(main_grads([bucket]), expected, tolerance=1e-9)
 
 
@@ -56,7 +56,7 @@ def check_reading(
 ) -> None:
     """Two texts side by side, one behind padding, token by token from what the cache holds."""
     texts, ahead = [tokens[:9].tolist(), tokens[:4].tolist()], tokens.tolist()
-    reading = Reading(held_model(config, params, context=17), texts, room=4)
+    reading = CachedDecoder(held_model(config, params, context=17), texts, room=4)
     for i in range(4):
         found = reading.logits()
         assert found is not None

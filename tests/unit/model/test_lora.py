@@ -146,8 +146,8 @@ def test_memory_is_that_of_the_weights_and_little_more() -> None:
         resolved(2, **keys, lora__rank=4),
     )
     whole, small = model_memory(config, layout, 0), model_memory(given, with_adapters, 0)
-    count = layout.model.count()
-    trained = with_adapters.model.count(trained=True)
+    count = layout.model.num_parameters()
+    trained = with_adapters.model.num_parameters(trained=True)
     assert trained == 4 * 4 * 512 * ((1 + 3) + (1 + 1) + (1 + 4) + (4 + 1))
     assert 0.99 < whole.gradients / (4 * count) < 1.01
     assert 0.99 < small.gradients / (4 * trained) < 1.01

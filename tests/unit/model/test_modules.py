@@ -27,8 +27,8 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, release_initial, spec_of
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.modules.family import Modules
-from megapipe.model.modules.units import Source
+from megapipe.model.modules.family import ModuleListSpec
+from megapipe.model.modules.units import ModelFactory
 from megapipe.plan.units import Units
 
 WIDTH, LENGTH, ROWS, WORDS = 8, 6, 2, 257
@@ -297,7 +297,7 @@ def test_a_function_may_ask_for_values(layout_of: Callable[..., Layout]) -> None
 
     layout = layout_of(inner)
     assert layout.model.layers == 5
-    assert layout.model.count() == 2 * WIDTH * WORDS + WORDS + 3 * (WIDTH * WIDTH + WIDTH)
+    assert layout.model.num_parameters() == 2 * WIDTH * WORDS + WORDS + 3 * (WIDTH * WIDTH + WIDTH)
 
 
 def test_a_tie_made_with_values_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_a_tie_made_with_values_stays_one(monkeypatch: pytest.MonkeyPatch) -> No
     module = ModuleType("written_here")
     module.__dict__["layers"] = layers
     monkeypatch.setitem(sys.modules, "written_here", module)
-    first, last = Source("written_here:layers", {}).sketch()
+    first, last = ModelFactory("written_here:layers", {}).sketch()
     assert first.weight is last.weight
     assert first.weight.device.type == "meta"
 
@@ -377,7 +377,7 @@ def test_the_plan_counts_what_autograd_keeps(
 def held_by(layout: Layout, stage: Any, *, first: bool) -> int:
     """Bytes of a real forward, with the input where it is a message, without the batch."""
     family = layout.model
-    assert isinstance(family, Modules)
+    assert isinstance(family, ModuleListSpec)
     module = family.build(stage, Sharding(Axis.alone(), False, torch.float32))
     for owner in module.modules():
         for name, parameter in owner._parameters.items():

@@ -12,15 +12,15 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.family import GPT
-from megapipe.model.gpt.moe.layers import mixture_parameters
-from megapipe.model.interface import Conditions
+from megapipe.model.gpt.family import GPTSpec
+from megapipe.model.gpt.moe.layers import moe_parameters
+from megapipe.model.interface import RunShape
 from megapipe.model.partition import StageSpec
 
 
-def family(fields: dict[str, Any]) -> GPT:
+def family(fields: dict[str, Any]) -> GPTSpec:
     model = ModelConfig.model_validate(fields).resolved(vocab_size=None, sequence_length=128)
-    return GPT(model, Conditions(sequence_length=128, microbatch=1))
+    return GPTSpec(model, RunShape(sequence_length=128, microbatch=1))
 
 
 MIXTURE = {"experts": 6, "top_k": 2, "ffn": 24, "dense_first": 1, "every": 2, "shared": 8}
@@ -61,8 +61,8 @@ def test_a_list_has_a_number_for_each_layer_with_experts() -> None:
 def test_first_choices_are_told_beside_all_where_the_next_step_goes_by_them() -> None:
     def told(**keys: object) -> list[int]:
         model = family({**SMALL, "moe": {**MIXTURE, "experts": [6, 8], **keys}})
-        assert list(model.told()) == list(model.experts())
-        return list(model.told().values())
+        assert list(model.routing_stat_counts()) == list(model.experts())
+        return list(model.routing_stat_counts().values())
 
     assert told() == told(balance_scope="step") == told(balance_choices="first") == [10, 12]
     assert told(balance_scope="step", balance_choices="first") == [16, 20]
@@ -73,7 +73,7 @@ def test_the_router_begins_smaller_where_that_is_asked_for() -> None:
 
     def spreads(**keys: object) -> dict[str, float | None]:
         model = family({**SMALL, "moe": {**MIXTURE, **keys}}).model
-        return {spec.name: spec.std for spec in mixture_parameters(model, 2)}
+        return {spec.name: spec.std for spec in moe_parameters(model, 2)}
 
     plain, small = spreads(), spreads(router_init_scale=0.1)
     changed = {name for name in plain if plain[name] != small[name]}
@@ -95,7 +95,7 @@ def test_a_token_meets_its_share_of_the_experts(activation: str) -> None:
         for name, shape in model.shapes().items():
             of_experts = name.split(".")[-3:-1] in (["moe", "up"], ["moe", "down"])
             unused += of_experts * prod(shape) * (shape[0] - 2) // shape[0]
-        assert model.active() == model.count() - unused
+        assert model.active_parameters() == model.num_parameters() - unused
 
 
 @pytest.mark.parametrize("experts", [6, [6, 8]])

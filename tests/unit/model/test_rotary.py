@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.context.split import Order, Split
+from megapipe.context.split import Order, PositionSplit
 from megapipe.model.gpt.hf.config import class_of, config_to_hf
 from megapipe.model.gpt.rotary import rotary_tables
 from tests.unit.model.transformers_models import in_double, model_of
@@ -17,7 +17,7 @@ SCALED = ("llama", "llama_linear", "llama3.1", "llama_yarn", "llama_yarn_factor"
 @pytest.mark.parametrize("name", SCALED)
 def test_tables(name: str, order: Order) -> None:
     """In fp64 to 1e-12: as they are, and stretched by linear, llama3 and yarn."""
-    model, here = model_of(name), Split(4, 1, order).own(0, 2048, 1)
+    model, here = model_of(name), PositionSplit(4, 1, order).own(0, 2048, 1)
     with in_double(model):
         hf = class_of(model)(config_to_hf(model)).double()
         positions = torch.tensor(list(here)).unsqueeze(0)

@@ -91,7 +91,7 @@ def test_a_full_disk_from_the_start_does_not_stop_the_run(
     tmp_path, make_record, monkeypatch, capsys, caplog
 ):
     monkeypatch.setattr(
-        "megapipe.observe.jsonl.open_beneath",
+        "megapipe.observe.jsonl.open_no_symlinks",
         lambda folder, name, mode, **how: Path("/dev/full").open(mode, **how),  # noqa: SIM115
     )
     observer = build_sinks(Config(), tmp_path, {})

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from megapipe.errors import ConfigError, DataError
-from megapipe.observe.samples import SampleWriter, Taken, check, main, new_start, read_samples
+from megapipe.observe.samples import (
+    LoggedSample,
+    SampleWriter,
+    check,
+    main,
+    new_start,
+    read_samples,
+)
 
 
 def log(folder: Path, after: int, *ranks: dict[int, list[int]], source: str = "") -> Path:
@@ -16,7 +23,7 @@ def log(folder: Path, after: int, *ranks: dict[int, list[int]], source: str = ""
     for rank, steps in enumerate(ranks):
         writer = SampleWriter(start, rank)
         for step, numbers in steps.items():
-            writer.step(step, [Taken(n, source, n, n % 10) for n in numbers])
+            writer.step(step, [LoggedSample(n, source, n, n % 10) for n in numbers])
         writer.close()
     return start
 
@@ -62,8 +69,10 @@ def test_a_step_that_a_kill_has_cut_off_is_no_gap(tmp_path: Path) -> None:
 def test_draws_of_a_source_have_no_gaps(tmp_path: Path) -> None:
     """Numbers of the run alone would not tell."""
     writer = SampleWriter(new_start(tmp_path, 0), 0)
-    writer.step(1, [Taken(0, "a", 0, 3), Taken(1, "b", 0, 8), Taken(2, "a", 1, 5)])
-    writer.step(2, [Taken(3, "b", 1, 2), Taken(4, "a", 3, 1)])
+    writer.step(
+        1, [LoggedSample(0, "a", 0, 3), LoggedSample(1, "b", 0, 8), LoggedSample(2, "a", 1, 5)]
+    )
+    writer.step(2, [LoggedSample(3, "b", 1, 2), LoggedSample(4, "a", 3, 1)])
     writer.close()
     with pytest.raises(DataError, match="step 2 took number 3 of source a where 2 was next"):
         check(read_samples(tmp_path))
@@ -125,10 +134,10 @@ def test_what_is_left_out_is_no_gap(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="step 3 took sample 6 where 4 was next"):
         check(read_samples(tmp_path))
     writer = SampleWriter(start, 0)
-    writer.left_out([Taken(4, "", 4, 4)])
+    writer.left_out([LoggedSample(4, "", 4, 4)])
     with pytest.raises(DataError, match="step 3 took sample 6 where 5 was next"):
         check(read_samples(tmp_path))
-    writer.left_out([Taken(5, "", 5, 5), Taken(40, "", 40, 0)])
+    writer.left_out([LoggedSample(5, "", 5, 5), LoggedSample(40, "", 40, 0)])
     writer.close()
     assert check(read_samples(tmp_path)) == [
         "steps 1 to 3 took samples 0 to 7 of the run, each once and in order",
@@ -140,7 +149,7 @@ def test_what_is_left_out_is_no_gap(tmp_path: Path) -> None:
 def test_a_sample_that_was_left_out_and_taken_is_told(tmp_path: Path) -> None:
     start = log(tmp_path, 0, {1: [0, 1], 2: [2, 3]})
     writer = SampleWriter(start, 0)
-    writer.left_out([Taken(2, "", 2, 2)])
+    writer.left_out([LoggedSample(2, "", 2, 2)])
     writer.close()
     with pytest.raises(DataError, match="step 2 took sample 2 where 3 was next"):
         check(read_samples(tmp_path))

@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.errors import ConfigError
 from megapipe.ops.attention import AttentionKernel, FlashAttn, Flex, Sdpa, Varlen
-from megapipe.ops.attention_choice import Attended, candidates, torch_choice
+from megapipe.ops.attention_choice import AttentionShape, candidates, torch_choice
 from megapipe.ops.documents import Documents, document_ids
-from megapipe.ops.probe import choose, load_module
-from megapipe.ops.scores import PLAIN, Scores, alibi_slopes
+from megapipe.ops.probe import choose_kernel, load_module
+from megapipe.ops.scores import PLAIN, ScoreModifiers, alibi_slopes
 from tests.parity.marks import in_parts
 from tests.unit.ops.fakes import flash_attn, on_any_device, plain_attention, varlen
 
@@ -92,15 +92,15 @@ def test_values_and_gradients(
 SLOPES = alibi_slopes(6)[2:]
 """Of the last four of six heads."""
 SCORES = {
-    "scale": Scores(scale=0.3),
-    "window": Scores(window=4),
-    "alibi": Scores(slopes=SLOPES),
-    "soft-cap": Scores(softcap=0.8),
-    "all": Scores(0.3, 0.8, SLOPES, 4),
+    "scale": ScoreModifiers(scale=0.3),
+    "window": ScoreModifiers(window=4),
+    "alibi": ScoreModifiers(slopes=SLOPES),
+    "soft-cap": ScoreModifiers(softcap=0.8),
+    "all": ScoreModifiers(0.3, 0.8, SLOPES, 4),
 }
 
 
-def has(kernel: AttentionKernel, scores: Scores) -> bool:
+def has(kernel: AttentionKernel, scores: ScoreModifiers) -> bool:
     """Whether it is ever called with such scores."""
     if isinstance(kernel, Varlen):
         return scores.softcap is None and scores.slopes is None
@@ -140,7 +140,7 @@ def test_slopes_of_alibi() -> None:
 @pytest.mark.parametrize(("s", "groups"), [(T, 4), (5, 2)])
 @in_parts("scores", [PLAIN, *SCORES.values()], default=4, full=4)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex(s: int, groups: int, with_documents: bool, scores: Scores) -> None:
+def test_flex(s: int, groups: int, with_documents: bool, scores: ScoreModifiers) -> None:
     """Its values; it has no backward on the CPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -169,12 +169,12 @@ def test_document_ids() -> None:
 def test_the_forms_of_documents() -> None:
     documents = Documents(IDS[:2], CPU)
     runs = documents.runs(T)
-    assert runs.q_ends.tolist() == runs.k_ends.tolist() == [0, 3, 8, 9, 12, 24]
-    assert (runs.most_q, runs.most_k) == (12, 12)
+    assert runs.cu_seqlens_q.tolist() == runs.cu_seqlens_k.tolist() == [0, 3, 8, 9, 12, 24]
+    assert (runs.max_seqlen_q, runs.max_seqlen_k) == (12, 12)
     runs = documents.runs(4)
-    assert runs.q_ends.tolist() == [0, 0, 0, 1, 4, 8]
-    assert runs.k_ends.tolist() == [0, 3, 8, 9, 12, 24]
-    assert (runs.most_q, runs.most_k) == (4, 12)
+    assert runs.cu_seqlens_q.tolist() == [0, 0, 0, 1, 4, 8]
+    assert runs.cu_seqlens_k.tolist() == [0, 3, 8, 9, 12, 24]
+    assert (runs.max_seqlen_q, runs.max_seqlen_k) == (4, 12)
     assert documents.mask(4).shape == (2, 1, 4, T)
     for i, j in itertools.product(range(4), range(T)):
         seen = IDS[0, i + 8] == IDS[0, j] and j <= i + 8
@@ -183,11 +183,11 @@ def test_the_forms_of_documents() -> None:
     assert documents.runs(4) is documents.runs(4)
 
 
-GIVEN = Attended(CPU, torch.float32, heads=4, groups=4, head_dim=16, length=32)
+GIVEN = AttentionShape(CPU, torch.float32, heads=4, groups=4, head_dim=16, length=32)
 
 
-def given(**changes: object) -> Attended:
-    return Attended(**{**vars(GIVEN), **changes})  # type: ignore[arg-type]
+def given(**changes: object) -> AttentionShape:
+    return AttentionShape(**{**vars(GIVEN), **changes})  # type: ignore[arg-type]
 
 
 def test_torchs_choice() -> None:
@@ -220,7 +220,7 @@ def test_torchs_choice_is_what_runs() -> None:
 )
 def test_kernels_that_the_cpu_has_not(name: str, changes: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=rf"^kernels.attention={name}: [^\n]*{said}; expected"):
-        choose("attention", name, candidates(given(**changes)))
+        choose_kernel("attention", name, candidates(given(**changes)))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_kernels_that_the_model_rules_out(
 ) -> None:
     on_any_device(monkeypatch)
     with pytest.raises(ConfigError, match=f"kernels.attention={name}: {said}"):
-        choose("attention", name, candidates(given(**changes)))
+        choose_kernel("attention", name, candidates(given(**changes)))
 
 
 @pytest.mark.parametrize("fake", [flash_attn, varlen])
@@ -252,7 +252,7 @@ def test_the_self_check(
     on_any_device(monkeypatch)
     fake(monkeypatch)
     what = given(dtype=torch.bfloat16, groups=2, documents=documents, cut=cut)
-    assert choose("attention", fake.__name__, candidates(what)).name == fake.__name__
+    assert choose_kernel("attention", fake.__name__, candidates(what)).name == fake.__name__
 
 
 def test_a_kernel_that_ignores_documents_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,14 +262,14 @@ def test_a_kernel_that_ignores_documents_is_not_used(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Documents, "runs", lambda self, s: right(Documents(0 * self.ids, CPU), s))
     what = given(dtype=torch.bfloat16, documents=True)
     with pytest.raises(ConfigError, match=r"kernels.attention=varlen: result 0 of its self-check"):
-        choose("attention", "varlen", candidates(what))
+        choose_kernel("attention", "varlen", candidates(what))
 
 
 def test_an_unknown_version_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     on_any_device(monkeypatch)
     flash_attn(monkeypatch, version="1.0.9")
     with pytest.raises(ConfigError, match=r"flash-attn 1.0.9 is installed, not 2.x"):
-        choose("attention", "flash_attn", candidates(given(dtype=torch.bfloat16)))
+        choose_kernel("attention", "flash_attn", candidates(given(dtype=torch.bfloat16)))
 
 
 def test_an_earlier_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,13 +278,15 @@ def test_an_earlier_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     module = load_module("torch.nn.attention.varlen", "torch")
     monkeypatch.setattr(module, "varlen_attn", lambda q, k, v, is_causal=False: q)
     with pytest.raises(ConfigError, match="has an earlier varlen_attn"):
-        choose("attention", "varlen", candidates(given(dtype=torch.bfloat16, documents=True)))
+        choose_kernel(
+            "attention", "varlen", candidates(given(dtype=torch.bfloat16, documents=True))
+        )
 
 
 def test_each_kernel_is_offered_once_on_a_gpu() -> None:
     """Also those that come first for documents or windows: one is taken by its name."""
     on_gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
-    windowed = Scores(window=4)
+    windowed = ScoreModifiers(window=4)
     for changes in ({}, {"documents": True}, {"documents": True, "scores": windowed}):
         names = [each.name for each in candidates(given(**on_gpu, **changes))]
         assert sorted(names) == sorted(set(names))

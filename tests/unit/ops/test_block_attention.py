@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megapipe.ops.block_attention import (
-    BlockKernel,
     CpuFlash,
-    Explicit,
+    MathTile,
+    TileKernel,
     merge,
     output_along,
 )
 
-KERNELS = [CpuFlash(), Explicit()]
+KERNELS = [CpuFlash(), MathTile()]
 B, HEADS, GROUPS, S, D = 2, 4, 2, 12, 8
 
 
@@ -43,7 +43,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float | None) ->
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)
-def test_blocks_make_the_whole(kernel: BlockKernel, groups: int, scale: float | None) -> None:
+def test_blocks_make_the_whole(kernel: TileKernel, groups: int, scale: float | None) -> None:
     """In any order, and where rows see nothing at first; gradients of blocks add up."""
     q, k, v, grad = given(groups=groups)
     cuts = [0, 4, 8, S]
@@ -76,7 +76,7 @@ def test_blocks_make_the_whole(kernel: BlockKernel, groups: int, scale: float | 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)
-def test_types(kernel: BlockKernel, dtype: torch.dtype) -> None:
+def test_types(kernel: TileKernel, dtype: torch.dtype) -> None:
     q, k, v, grad = given(dtype)
     out, lse = kernel.forward(q, k, v, True, None)
     grads = kernel.backward(grad, q, k, v, out, lse, True, None)
@@ -107,7 +107,7 @@ def test_rows_that_see_nothing() -> None:
 
 @pytest.mark.parametrize("size", [1.0, 1e-200])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)
-def test_dot_products_stand_for_the_output(kernel: BlockKernel, size: float) -> None:
+def test_dot_products_stand_for_the_output(kernel: TileKernel, size: float) -> None:
     """Row 6.06: what travels in the place of the output is as good as it, for rows of any size."""
     q, k, v, grad = given()
     grad = grad * size

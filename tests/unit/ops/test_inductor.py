@@ -17,7 +17,7 @@ from megapipe.ops.activation import Activate
 from megapipe.ops.loss import InductorLoss, Labels, LossKernel, TorchLoss
 from megapipe.ops.moe import rows as expert_rows
 from megapipe.ops.moe.rows import InductorRows, TorchRows
-from megapipe.ops.probe import choose
+from megapipe.ops.probe import choose_kernel
 from tests.parity.inductor_kernels import chosen
 
 CPU = torch.device("cpu")
@@ -45,12 +45,14 @@ def test_they_pass_their_self_checks(dtype: torch.dtype) -> None:
 def test_on_a_cpu_they_are_taken_by_name_alone() -> None:
     for module in (loss, rotary, swiglu, expert_rows):
         candidates: Any = module.candidates(device=CPU, dtype=torch.float32)
-        assert choose("one", "auto", candidates).name == "torch"
+        assert choose_kernel("one", "auto", candidates).name == "torch"
 
 
 def test_without_triton_a_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    choice = choose("loss", "auto", loss.candidates(device=torch.device("cuda"), dtype=torch.half))
+    choice = choose_kernel(
+        "loss", "auto", loss.candidates(device=torch.device("cuda"), dtype=torch.half)
+    )
     assert choice.name == "torch"
     assert choice.why.startswith("inductor: ")
 
@@ -82,7 +84,8 @@ def test_rows_of_experts(kind: str) -> None:
             for shape in ((width,), (WIDTH,), ())
         )
         assert_same(
-            [kernel.weighted(wide, weight, activation)], [usual.weighted(wide, weight, activation)]
+            [kernel.activate_and_weight(wide, weight, activation)],
+            [usual.activate_and_weight(wide, weight, activation)],
         )
         grads = [of.gradients(wide, weight, grad.clone, activation) for of in (kernel, usual)]
         assert_same(*grads)
@@ -94,7 +97,7 @@ def test_sums_of_the_rows_of_tokens() -> None:
     for rows, tokens in ((1, 4), (6, 1), (6, 4)):
         values = torch.randn(rows, WIDTH, dtype=torch.float64)
         slots = torch.arange(tokens * 3).view(tokens, 3) * 5 % rows
-        sums = [of.add_up(values, slots, torch.float64) for of in (kernel, usual)]
+        sums = [of.unpermute(values, slots, torch.float64) for of in (kernel, usual)]
         torch.testing.assert_close(*sums, rtol=0, atol=0)
 
 
@@ -107,7 +110,7 @@ def of_all_ranks(kernel: LossKernel, logits: Tensor, labels: Tensor, weights: Te
     """Losses and gradient of logits [n, 2 * WIDTH], the last ones of two ranks being padding."""
     places = [Labels.of(labels, WIDTH, rank, VOCAB) for rank in range(2)]
     parts = [part.clone() for part in logits.split(WIDTH, dim=-1)]
-    gathered = torch.stack([kernel.shares(*each) for each in zip(parts, places, strict=True)])
+    gathered = torch.stack([kernel.local_stats(*each) for each in zip(parts, places, strict=True)])
     found = [
         kernel.results(part, place, gathered, weights)
         for part, place in zip(parts, places, strict=True)
@@ -139,7 +142,7 @@ def test_a_rank_of_padding_alone_adds_nothing(kernel: type[LossKernel]) -> None:
     logits = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
     labels = Labels.of(torch.zeros(TOKENS, dtype=torch.int64), WIDTH, 1, WIDTH)
     assert labels.columns == 0
-    shares = kernel().shares(logits.clone(), labels)
+    shares = kernel().local_stats(logits.clone(), labels)
     top, total, target = shares
     assert top.isfinite().all()
     assert not (total * (top - 3).exp()).any()

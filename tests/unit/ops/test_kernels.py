@@ -13,7 +13,7 @@ from megapipe.errors import ConfigError
 from megapipe.ops import adam, norm, swiglu, weight_grad
 from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.ops.moe import grouped
-from megapipe.ops.probe import Choice, choose
+from megapipe.ops.probe import KernelChoice, choose_kernel
 from tests.unit.ops.fakes import (
     Applied,
     apex_adam,
@@ -35,30 +35,32 @@ def norms(dtype: torch.dtype, centred: bool, bias: bool = True) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(dtype: torch.dtype, centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     on_any_device(monkeypatch)
-    assert choose("norm", "auto", norms(dtype, centred)).name == "torch"
+    assert choose_kernel("norm", "auto", norms(dtype, centred)).name == "torch"
     liger(monkeypatch)
-    choice = choose("norm", "auto", norms(dtype, centred))
+    choice = choose_kernel("norm", "auto", norms(dtype, centred))
     assert choice.name == "liger"
     assert "apex is not installed (no module fused_layer_norm_cuda)" in choice.why
     apex_norms(monkeypatch)
-    assert choose("norm", "auto", norms(dtype, centred)).name == "apex"
+    assert choose_kernel("norm", "auto", norms(dtype, centred)).name == "apex"
     x = torch.randn(3, 2, 48).to(dtype)
     weight, bias = torch.randn(48).to(dtype), torch.randn(48).to(dtype)
     for name in ("apex", "liger"):
-        kernel = choose("norm", name, norms(dtype, centred)).kernel
+        kernel = choose_kernel("norm", name, norms(dtype, centred)).kernel
         right = norm.torch_norm(x, weight, bias, 1e-5, centred)
         torch.testing.assert_close(kernel(x, weight, bias, 1e-5, centred), right)
 
 
 def test_what_fused_norms_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     apex_norms(monkeypatch)
-    assert choose("norm", "auto", norms(torch.float32, True)).why == "apex, liger: needs a GPU"
+    assert (
+        choose_kernel("norm", "auto", norms(torch.float32, True)).why == "apex, liger: needs a GPU"
+    )
     on_any_device(monkeypatch)
     with pytest.raises(ConfigError, match=r"kernels.norm=apex: computes in fp32, and the model is"):
-        choose("norm", "apex", norms(torch.float64, True))
+        choose_kernel("norm", "apex", norms(torch.float64, True))
     with pytest.raises(ConfigError, match=r"kernels.norm=apex: has no layernorm without bias"):
-        choose("norm", "apex", norms(torch.float32, True, bias=False))
-    assert choose("norm", "apex", norms(torch.float32, False, bias=False)).name == "apex"
+        choose_kernel("norm", "apex", norms(torch.float32, True, bias=False))
+    assert choose_kernel("norm", "apex", norms(torch.float32, False, bias=False)).name == "apex"
 
 
 class Doubled(torch.autograd.Function):
@@ -88,28 +90,28 @@ def test_a_wrong_norm_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -
         return right(x, Doubled.apply(weight), shape, eps)
 
     monkeypatch.setattr(module, "fused_rms_norm_affine", wrong)
-    choice: Choice[Any] = choose("norm", "auto", norms(torch.float32, False))
+    choice: KernelChoice[Any] = choose_kernel("norm", "auto", norms(torch.float32, False))
     assert choice.name == "torch"
     (warning,) = choice.warnings
     number = ["value", "gradient", "weight gradient"].index(fault)
     assert warning.startswith(f"kernels.norm: apex is not used: result {number} of its self-check")
     with pytest.raises(ConfigError, match=f"kernels.norm=apex: result {number} of its self-check"):
-        choose("norm", "apex", norms(torch.float32, False))
+        choose_kernel("norm", "apex", norms(torch.float32, False))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     on_any_device(monkeypatch)
     candidates = swiglu.candidates(device=CPU, dtype=dtype)
-    assert choose("swiglu", "auto", candidates).name == "torch"
+    assert choose_kernel("swiglu", "auto", candidates).name == "torch"
     liger(monkeypatch)
-    choice = choose("swiglu", "auto", candidates)
+    choice = choose_kernel("swiglu", "auto", candidates)
     assert choice.name == "liger"
     both = torch.randn(4, 12).to(dtype)
     torch.testing.assert_close(choice.kernel(both), swiglu.torch_swiglu(both))
     swapped = Applied(lambda a, b: swiglu.torch_swiglu(torch.cat((b, a), -1)))
     monkeypatch.setattr(sys.modules["liger_kernel.ops.swiglu"], "LigerSiLUMulFunction", swapped)
-    assert choose("swiglu", "auto", candidates).warnings
+    assert choose_kernel("swiglu", "auto", candidates).warnings
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -134,7 +136,7 @@ def test_weight_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     on_any_device(monkeypatch)
     candidates = weight_grad.candidates(device=CPU, dtype=dtype)
     apex_weight_grad(monkeypatch)
-    kernel = choose("weight_grad", "apex", candidates).kernel
+    kernel = choose_kernel("weight_grad", "apex", candidates).kernel
     left, right = torch.randn(9, 4).to(dtype), torch.randn(9, 5).to(dtype)
     main = torch.randn(4, 5)
     expected = main + left.float().t() @ right.float()
@@ -143,7 +145,7 @@ def test_weight_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
 
     module = sys.modules["fused_weight_gradient_mlp_cuda"]
     monkeypatch.setattr(module, "wgrad_gemm_accum_fp32", lambda x, g, d: d.copy_(g.t() @ x))
-    choice = choose("weight_grad", "auto", candidates)
+    choice = choose_kernel("weight_grad", "auto", candidates)
     assert choice.name != "apex", "it overwrites instead of adding"
     assert choice.warnings
 
@@ -151,7 +153,7 @@ def test_weight_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
 def test_fp32_weight_gradients_are_accumulated_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     on_any_device(monkeypatch)
     candidates = weight_grad.candidates(device=CPU, dtype=torch.float32)
-    choice = choose("weight_grad", "auto", candidates)
+    choice = choose_kernel("weight_grad", "auto", candidates)
     assert str(choice) == "weight_grad torch (apex, fused: takes bf16 and fp16, not float32)"
 
 
@@ -161,10 +163,10 @@ def test_adam_is_torchs(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     on_any_device(monkeypatch)
     apex_adam(monkeypatch)
     candidates = adam.candidates(device=CPU, dtype=torch.float32)
-    assert choose("optimizer", "auto", candidates).name == "apex"
+    assert choose_kernel("optimizer", "auto", candidates).name == "apex"
     optimizer = torch.optim.AdamW if decoupled else torch.optim.Adam
     for name in ("apex", "torch"):
-        kernel = choose("optimizer", name, candidates).kernel
+        kernel = choose_kernel("optimizer", name, candidates).kernel
         generator = torch.Generator().manual_seed(0)
         weights = torch.randn(20, generator=generator)
         parameter = torch.nn.Parameter(weights.clone())
@@ -189,7 +191,7 @@ def test_a_wrong_adam_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         right(*arguments[:9], 0, *arguments[10:])
 
     monkeypatch.setattr(module, "multi_tensor_adam", without_correction)
-    choice = choose("optimizer", "auto", adam.candidates(device=CPU, dtype=torch.float32))
+    choice = choose_kernel("optimizer", "auto", adam.candidates(device=CPU, dtype=torch.float32))
     assert choice.kernel is torch_adam
     assert choice.warnings
 
@@ -197,7 +199,7 @@ def test_a_wrong_adam_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp64_updates_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     on_any_device(monkeypatch)
     apex_adam(monkeypatch)
-    choice = choose("optimizer", "auto", adam.candidates(device=CPU, dtype=torch.float64))
+    choice = choose_kernel("optimizer", "auto", adam.candidates(device=CPU, dtype=torch.float64))
     assert str(choice) == "optimizer torch (apex: updates in fp32, and the model is fp64)"
 
 
@@ -206,8 +208,8 @@ def test_fp64_updates_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grouped_products(ends: tuple[int, ...], dtype: torch.dtype) -> None:
     """Row 7.11 (ScatterMoE): equal the products of each expert, also of experts without rows."""
     candidates = grouped.candidates(device=CPU, dtype=dtype, widths=[16, 24])
-    assert choose("experts", "auto", candidates).name == "loop"
-    kernel = choose("experts", "grouped", candidates).kernel
+    assert choose_kernel("experts", "auto", candidates).name == "loop"
+    kernel = choose_kernel("experts", "grouped", candidates).kernel
     x, weight = torch.randn(ends[-1], 16).to(dtype), torch.randn(len(ends), 24, 16).to(dtype)
     for rows, matrices in ((x, weight.transpose(1, 2)), (x.repeat(1, 3)[:, :24], weight)):
         starts = (0, *ends)
@@ -217,9 +219,11 @@ def test_grouped_products(ends: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_where_products_are_not_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def grouped_products(widths: list[int], dtype: torch.dtype) -> Choice[grouped.GroupedKernel]:
+    def grouped_products(
+        widths: list[int], dtype: torch.dtype
+    ) -> KernelChoice[grouped.GroupedKernel]:
         candidates = grouped.candidates(device=CPU, dtype=dtype, widths=widths)
-        return choose("experts", "grouped", candidates)
+        return choose_kernel("experts", "grouped", candidates)
 
     assert grouped_products([16, 4], torch.float32).kernel is grouped.grouped_product
     with pytest.raises(ConfigError, match=r"experts=grouped: needs rows of multiples of 16 b"):

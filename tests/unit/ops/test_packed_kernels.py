@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from megapipe.ops import block_choice
-from megapipe.ops.attention_choice import Attended
-from megapipe.ops.block_attention import CpuFlash, Explicit
+from megapipe.ops.attention_choice import AttentionShape
+from megapipe.ops.block_attention import CpuFlash, MathTile
 from megapipe.ops.block_choice import check_packs, packed_candidates
-from megapipe.ops.block_kernels import Cudnn, Efficient, Flash, FlashAttnBlocks
-from megapipe.ops.documents import Runs, runs_of
+from megapipe.ops.block_kernels import Cudnn, Efficient, Flash, FlashAttnTile
+from megapipe.ops.documents import VarlenLengths, varlen_lengths
 from megapipe.ops.packed_kernels import OneByOne, PackedFlashAttn
-from megapipe.ops.probe import Candidate, Mismatch, choose
-from megapipe.ops.scores import Scores
+from megapipe.ops.probe import Candidate, Mismatch, choose_kernel
+from megapipe.ops.scores import ScoreModifiers
 
 CPU = torch.device("cpu")
-PLAIN = OneByOne(Explicit())
+PLAIN = OneByOne(MathTile())
 
 
 def flash_attn_varlen_func(
@@ -82,11 +82,11 @@ def _flash_attn_varlen_backward(
     return softmax_lse
 
 
-def checked(q_ends: Tensor, k_ends: Tensor, most_q: int, most_k: int) -> Runs:
+def checked(q_ends: Tensor, k_ends: Tensor, most_q: int, most_k: int) -> VarlenLengths:
     assert q_ends.dtype == k_ends.dtype == torch.int32
     assert most_q == max(2, q_ends.diff().max()), "one way for all lengths"
     assert most_k == k_ends.diff().max()
-    return Runs(q_ends, k_ends, most_q, most_k)
+    return VarlenLengths(q_ends, k_ends, most_q, most_k)
 
 
 def package(**others: Callable[..., Any]) -> SimpleNamespace:
@@ -94,8 +94,10 @@ def package(**others: Callable[..., Any]) -> SimpleNamespace:
     return SimpleNamespace(**{of.__name__: of for of in functions} | others)
 
 
-def given(groups: int = 2, scale: float | None = None) -> Attended:
-    return Attended(CPU, torch.bfloat16, 4, groups, 16, 64, scores=Scores(scale=scale))
+def given(groups: int = 2, scale: float | None = None) -> AttentionShape:
+    return AttentionShape(
+        CPU, torch.bfloat16, 4, groups, 16, 64, scores=ScoreModifiers(scale=scale)
+    )
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
@@ -117,7 +119,7 @@ def rows_of_other_blocks(*args: Any, **options: Any) -> Any:
 def the_lse_of_the_block(*args: Any, **options: Any) -> Any:
     """In the place of the one over all keys."""
     dout, q, k, v, out, _, *others = args
-    runs = Runs(*others[3:7])
+    runs = VarlenLengths(*others[3:7])
     _, own = PLAIN.forward(q, k, v, runs, options["causal"], options["softmax_scale"])
     return _flash_attn_varlen_backward(dout, q, k, v, out, own, *others, **options)
 
@@ -137,16 +139,16 @@ def test_what_is_wrong_is_found(wrong: dict[str, Any], why: str) -> None:
 
 def test_the_choice_goes_with_the_kernel_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def choice(blocks: Any) -> tuple[str, Any, list[str]]:
-        found = choose("attention", "auto", packed_candidates(given(), blocks))
+        found = choose_kernel("attention", "auto", packed_candidates(given(), blocks))
         return found.name, found.kernel, list(found.warnings)
 
-    for blocks in (CpuFlash(), Explicit(), Cudnn(), Efficient()):
+    for blocks in (CpuFlash(), MathTile(), Cudnn(), Efficient()):
         assert choice(blocks) == ("one by one", None, [])
-    name, kernel, _ = choice(FlashAttnBlocks(package()))
+    name, kernel, _ = choice(FlashAttnTile(package()))
     assert name == "flash_attn varlen"
     assert isinstance(kernel, PackedFlashAttn)
     wrong = package(flash_attn_varlen_func=an_lse_by_rows)
-    name, kernel, (warning,) = choice(FlashAttnBlocks(wrong))
+    name, kernel, (warning,) = choice(FlashAttnTile(wrong))
     assert (name, kernel) == ("one by one", None)
     assert warning.startswith("kernels.attention: flash_attn varlen is not used: ")
     # torch's is there on a GPU only
@@ -159,9 +161,9 @@ def test_the_choice_goes_with_the_kernel_of_blocks(monkeypatch: pytest.MonkeyPat
 
 
 def test_runs() -> None:
-    runs = runs_of([(2, 3), (1, 1), (4, 2)], CPU)
-    assert runs.q_ends.tolist() == [0, 2, 3, 7]
-    assert runs.k_ends.tolist() == [0, 3, 4, 6]
-    assert (runs.most_q, runs.most_k) == (4, 3)
-    assert runs.q_ends.is_contiguous()
-    assert runs.k_ends.is_contiguous()
+    runs = varlen_lengths([(2, 3), (1, 1), (4, 2)], CPU)
+    assert runs.cu_seqlens_q.tolist() == [0, 2, 3, 7]
+    assert runs.cu_seqlens_k.tolist() == [0, 3, 4, 6]
+    assert (runs.max_seqlen_q, runs.max_seqlen_k) == (4, 3)
+    assert runs.cu_seqlens_q.is_contiguous()
+    assert runs.cu_seqlens_k.is_contiguous()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megapipe.errors import ConfigError
-from megapipe.ops.probe import Candidate, Mismatch, Unavailable, agree, choose, load_module
+from megapipe.ops.probe import Candidate, Mismatch, Unavailable, agree, choose_kernel, load_module
 from tests.unit.ops.fakes import install
 
 
@@ -33,11 +33,11 @@ BROKEN = Candidate("broken", lambda: "kernel", broken)
 
 
 def test_auto_takes_the_first_usable() -> None:
-    choice = choose("norm", "auto", [ABSENT, LACKING, GOOD])
+    choice = choose_kernel("norm", "auto", [ABSENT, LACKING, GOOD])
     assert choice.kernel == "good kernel"
     assert str(choice) == "norm good (absent, lacking: not installed)"
     assert not choice.warnings
-    assert str(choose("norm", "auto", [GOOD, WRONG])) == "norm good"
+    assert str(choose_kernel("norm", "auto", [GOOD, WRONG])) == "norm good"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_auto_takes_the_first_usable() -> None:
     ],
 )
 def test_auto_warns_of_a_kernel_that_is_wrong(candidate: Candidate[str], said: str) -> None:
-    choice = choose("norm", "auto", [candidate, GOOD])
+    choice = choose_kernel("norm", "auto", [candidate, GOOD])
     assert choice.kernel == "good kernel"
     assert choice.why == said
     (warning,) = choice.warnings
@@ -65,19 +65,19 @@ def test_auto_warns_of_a_kernel_that_is_wrong(candidate: Candidate[str], said: s
 )
 def test_asking_by_name_is_an_error(candidate: Candidate[str], said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        choose("norm", candidate.name, [candidate, GOOD])
+        choose_kernel("norm", candidate.name, [candidate, GOOD])
     assert str(error.value) == said
 
 
 def test_by_name() -> None:
-    assert str(choose("norm", "good", [WRONG, GOOD])) == "norm good (as configured)"
+    assert str(choose_kernel("norm", "good", [WRONG, GOOD])) == "norm good (as configured)"
 
 
 def test_the_version_is_told() -> None:
     numbered = Candidate("good", lambda: "kernel", package="pytest")
     built_here = Candidate("good", lambda: "kernel", package="no-such-distribution")
-    assert str(choose("norm", "auto", [numbered])) == f"norm good {pytest.__version__}"
-    assert str(choose("norm", "auto", [built_here])) == "norm good"
+    assert str(choose_kernel("norm", "auto", [numbered])) == f"norm good {pytest.__version__}"
+    assert str(choose_kernel("norm", "auto", [built_here])) == "norm good"
 
 
 def test_the_unrelated_package_called_apex(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from megapipe.assembly.kernels import select_kernels
 from megapipe.config.config import Config, KernelsConfig
 from megapipe.errors import ConfigError
-from megapipe.layout.family import family_of
+from megapipe.layout.family import model_spec_of
 from megapipe.layout.resolve import resolve
 from megapipe.ops.norm import torch_norm
 from megapipe.train import kernels as kernels_module
@@ -27,7 +27,7 @@ def config(**sections: dict[str, object]) -> Config:
 
 
 def banner(given: Config, dtype: torch.dtype = torch.float32) -> str:
-    return select_kernels(given, family_of(given).kernels, CPU, dtype).banner()
+    return select_kernels(given, model_spec_of(given).kernel_needs, CPU, dtype).banner()
 
 
 def test_the_cpus_banner() -> None:
@@ -57,7 +57,7 @@ def test_products_of_experts() -> None:
     with pytest.raises(ConfigError, match=r"needs rows of multiples of 16 bytes, not 72"):
         select_kernels(
             split.model_copy(update={"kernels": KernelsConfig(experts="grouped")}),
-            family_of(split).kernels,
+            model_spec_of(split).kernel_needs,
             CPU,
             torch.bfloat16,
         )
@@ -69,7 +69,7 @@ def test_what_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     apex_adam(monkeypatch)
     liger(monkeypatch)
     given = config(model={"activation": "swiglu"})
-    kernels = select_kernels(given, family_of(given).kernels, CPU, torch.bfloat16)
+    kernels = select_kernels(given, model_spec_of(given).kernel_needs, CPU, torch.bfloat16)
     names = {choice.purpose: choice.name for choice in kernels.choices}
     assert names == {
         "attention": "flash",
@@ -84,7 +84,7 @@ def test_what_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warning.startswith("kernels.weight_grad: fused is not used: fails its self-check: ")
     plain = {"norm": "torch", "optimizer": "torch", "swiglu": "torch"}
     given = config(kernels=plain)
-    kernels = select_kernels(given, family_of(given).kernels, CPU, torch.bfloat16)
+    kernels = select_kernels(given, model_spec_of(given).kernel_needs, CPU, torch.bfloat16)
     assert kernels.norm is torch_norm
 
 
@@ -94,7 +94,7 @@ def test_asking_for_what_is_not_there() -> None:
         with pytest.raises(
             ConfigError, match=f"^kernels.{key}={name}: needs a GPU; expected auto$"
         ):
-            select_kernels(given, family_of(given).kernels, CPU, torch.bfloat16)
+            select_kernels(given, model_spec_of(given).kernel_needs, CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -103,7 +103,7 @@ def test_compiling_is_announced_before_it_begins(
 ) -> None:
     """It takes half a minute and more, in which a log would show nothing."""
     given, layout = resolve(Config.model_validate({"kernels": {"compile": True}}), 1, None)
-    kernels = select_kernels(given, family_of(given).kernels, CPU, torch.float32)
+    kernels = select_kernels(given, model_spec_of(given).kernel_needs, CPU, torch.float32)
     monkeypatch.setattr(kernels_module, "_selected", lambda *args, **more: kernels)
     monkeypatch.setattr(kernels_module, "make_sharding", lambda *args: None)
     said = []

@@ -140,7 +140,7 @@ def test_segments_have_equal_properties_and_cover_every_parameter() -> None:
     for here in segments:
         inside = [e.spec for e in bucket.entries if here.start <= e.start and e.stop <= here.stop]
         ((decay, split),) = {(spec.decay, spec.split) for spec in inside}
-        assert (here.decay, here.counted) == (decay, split), "a second tp rank counts no copies"
+        assert (here.decay, here.is_primary) == (decay, split), "a second tp rank counts no copies"
         kinds.append((decay, split))
         matrices = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
         assert all(decay == spec.name.endswith(matrices) for spec in inside)
@@ -221,7 +221,7 @@ def test_a_tied_embedding_on_one_rank_is_one_entry_with_two_gradients() -> None:
     main_grad(embedding.weight).fill_(1)
     main_grad(head.weight).fill_(2)
     assert tied.grads[0][: tied.entries[0].stop].eq(1).all(), "each use has its own gradient"
-    tied.add_uses()
+    tied.sum_tied_grads()
     assert main_grad(embedding.weight).eq(3).all()
     tied.zero_grad()
     assert not any(grad.any() for grad in tied.grads)

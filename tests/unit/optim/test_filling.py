@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.buffers import main_dtype
-from megapipe.optim.filling import filled
-from megapipe.optim.state_store import StatePolicy, Store
+from megapipe.optim.filling import fill_parameters
+from megapipe.optim.state_store import StatePolicy, StateStore
 
 
 def place(
@@ -66,7 +66,9 @@ class Slow:
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_each_has_its_own_values_until_the_next_are_asked_for(threads: int) -> None:
     fill, seen, memory = Slow(threads), [], set()
-    for (shard, entry, values), given in zip(filled(PLACES, fill, threads), PLACES, strict=True):
+    for (shard, entry, values), given in zip(
+        fill_parameters(PLACES, fill, threads), PLACES, strict=True
+    ):
         assert (shard, entry, None) == given
         time.sleep(0.002)  # others are filled meanwhile
         spec = entry.spec
@@ -89,7 +91,7 @@ def test_values_are_written_to_where_they_stay(threads: int) -> None:
     """Those of every third place, which others do not touch."""
     places = [place(n, (n % 5 + 2, 3), torch.float32, n % 2, home=n % 3 == 0) for n in range(40)]
     for (_, _, values), (_, entry, home) in zip(
-        filled(places, Slow(), threads), places, strict=True
+        fill_parameters(places, Slow(), threads), places, strict=True
     ):
         assert values.shape == entry.spec.sizes
         assert home is None or values.data_ptr() == home.data_ptr()
@@ -110,10 +112,10 @@ def test_an_error_comes_in_its_turn_and_ends_the_threads(threads: int) -> None:
 
     seen: list[str] = []
     with pytest.raises(ValueError, match="p10"):
-        seen.extend(entry.spec.name for _, entry, _ in filled(PLACES, fill, threads))
+        seen.extend(entry.spec.name for _, entry, _ in fill_parameters(PLACES, fill, threads))
     assert seen == [f"p{n}" for n in range(10)]
     assert threading.active_count() == before
-    some = filled(PLACES, Slow(), threads)
+    some = fill_parameters(PLACES, Slow(), threads)
     next(some)
     some.close()
     assert threading.active_count() == before
@@ -127,13 +129,13 @@ def test_what_needs_gradients_may_be_copied(threads: int) -> None:
         out.copy_(source[: out.shape[0], : out.shape[1]])
 
     with torch.no_grad():
-        for _, _, values in filled(PLACES, fill, threads):
+        for _, _, values in fill_parameters(PLACES, fill, threads):
             assert not values.requires_grad
             assert values.numpy().all()
 
 
 def test_nothing_to_fill() -> None:
-    assert list(filled([], Slow(), 2)) == []
+    assert list(fill_parameters([], Slow(), 2)) == []
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_nothing_to_fill() -> None:
         (StatePolicy(), torch.bfloat16, False, True),
         (StatePolicy(master="none"), torch.bfloat16, False, True),
         (StatePolicy(state_dtype="bf16"), torch.float32, True, False),
-        (StatePolicy(apart=True), torch.float32, False, True),
+        (StatePolicy(separate_masters=True), torch.float32, False, True),
         (StatePolicy(place="host"), torch.float32, True, False),
     ],
 )
@@ -152,7 +154,7 @@ def test_what_can_be_filled_in_place(
     policy: StatePolicy, dtype: torch.dtype, masters: bool, states: bool
 ) -> None:
     """Masters that are the weights, and states in their type where updates read them."""
-    store = Store(torch.zeros(30, dtype=dtype), ["exp_avg"], policy)
+    store = StateStore(torch.zeros(30, dtype=dtype), ["exp_avg"], policy)
     for name, is_so in (("model", masters), ("exp_avg", states)):
         memory = store.in_place(name, 10, 20)
         assert (memory is not None) == is_so, name

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megapipe.optim.norm import zero_if_finite
-from megapipe.optim.state_store import StatePolicy, Store
+from megapipe.optim.state_store import StatePolicy, StateStore
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -35,7 +35,7 @@ def test_each_value_counts(dtype: torch.dtype) -> None:
 def test_a_store_knows_what_an_update_has_left(wrong: int, place: str, tmp_path: Path) -> None:
     """Of master and states, in one window or several; each update begins anew."""
     policy = StatePolicy(place=place, folder=tmp_path, window_bytes=20)  # type: ignore[arg-type]
-    store = Store(torch.ones(3000, dtype=torch.bfloat16), NAMES, policy)
+    store = StateStore(torch.ones(3000, dtype=torch.bfloat16), NAMES, policy)
     for step, (value, expected) in enumerate([(1.0, 0.0), (math.inf, math.nan), (2.0, 0.0)]):
         store.begin(step)
         for window in store.windows(0, 3000):
@@ -45,7 +45,7 @@ def test_a_store_knows_what_an_update_has_left(wrong: int, place: str, tmp_path:
 
 
 def test_weights_that_hold_less_than_their_master(tmp_path: Path) -> None:
-    store = Store(torch.ones(8, dtype=torch.float16), NAMES)
+    store = StateStore(torch.ones(8, dtype=torch.float16), NAMES)
     store.begin(0)
     for window in store.windows(0, 8):
         window.master[3] = 70_000.0
@@ -53,11 +53,11 @@ def test_weights_that_hold_less_than_their_master(tmp_path: Path) -> None:
 
 
 def test_what_is_undone_is_finite_again() -> None:
-    store = Store(torch.ones(8), NAMES)
-    store.keep()
+    store = StateStore(torch.ones(8), NAMES)
+    store.snapshot()
     store.begin(0)
     for window in store.windows(0, 8):
         window.states[0][3] = math.nan
     assert math.isnan(store.finite)
-    store.undo()
+    store.restore()
     assert store.finite == 0.0

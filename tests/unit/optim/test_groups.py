@@ -12,7 +12,7 @@ import pytest
 
 from megapipe.config.config import Config
 from megapipe.distributed.mesh import Axis, Grid
-from megapipe.layout.buckets import BucketPlan, Group, process_buckets
+from megapipe.layout.buckets import BucketGroup, BucketPlan, process_buckets
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.optim.groups import BucketGroups
@@ -109,7 +109,7 @@ def test_slices_and_their_copies_cover_all_holders_once(
     """Gradients go over shard, then replicate: that adds every holder's up exactly once."""
     found = axes(zero, holders, over_ep=experts)
     for rank, (shard, replicate) in found.items():
-        everyone = GRID.holders(rank, holders, over_ep=experts)
+        everyone = GRID.replica_ranks(rank, holders, over_ep=experts)
         assert len(everyone) == len(holders) * (8 if experts else 4)
         for axis in (shard, replicate):
             assert axis.ranks[axis.index] == rank
@@ -150,9 +150,9 @@ def test_hybrid_shards_are_over_neighbours() -> None:
     assert found[15].replicate.ranks == (11, 15)
 
 
-def of(copies: int, *holders: int, stride: int = 1) -> Group:
+def of(copies: int, *holders: int, stride: int = 1) -> BucketGroup:
     """Describe a group of copies of a stage."""
-    return Group("", copies, stride, holders, over_ep=False)
+    return BucketGroup("", copies, stride, holders, over_ep=False)
 
 
 def test_neighbours_that_share_positions_come_first() -> None:

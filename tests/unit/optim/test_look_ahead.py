@@ -24,7 +24,7 @@ LR, STEPS = 1e-2, 3
 
 def shard_of(config: OptimizerConfig) -> tuple[Rule, Shard]:
     rule = build_rule(config)
-    return rule, make_shard(rule, ALONE, ALONE, policy=StatePolicy(apart=True))
+    return rule, make_shard(rule, ALONE, ALONE, policy=StatePolicy(separate_masters=True))
 
 
 def masters(shard: Shard) -> Tensor:

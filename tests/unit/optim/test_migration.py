@@ -10,7 +10,7 @@ import pytest
 
 from megapipe.distributed.axis import Axis
 from megapipe.experts.map import ExpertMap
-from megapipe.optim.moe.migration import Hop, Piece, hops, ways
+from megapipe.optim.moe.migration import MovedRange, MoveExchange, expert_moves, move_exchanges
 
 Rank = tuple[int, int]
 """Member of the axis of slices, member of ep."""
@@ -44,9 +44,9 @@ def test_each_value_gets_to_its_new_place(seed: int) -> None:
                 values[start + slot * length + i] = member % etp, expert, i
         return values
 
-    found = ways(before, after, start, length)
+    found = expert_moves(before, after, start, length)
     here = {
-        (i, m): hops(found, length, of_slice, axis(slices, i), axis(ranks * etp, m), etp)
+        (i, m): move_exchanges(found, length, of_slice, axis(slices, i), axis(ranks * etp, m), etp)
         for i, m in block
     }
     first = {rank: hop for rank, (hop, _) in here.items()}
@@ -83,21 +83,21 @@ def test_each_value_gets_to_its_new_place(seed: int) -> None:
         assert values[own] == bucket(after, m)[own]
 
 
-def size_of(piece: Piece) -> int:
+def size_of(piece: MovedRange) -> int:
     return piece.stop - piece.start
 
 
-def pieces_of(of_ranks: dict[Rank, Hop]) -> list[tuple[Rank, Piece]]:
+def pieces_of(of_ranks: dict[Rank, MoveExchange]) -> list[tuple[Rank, MovedRange]]:
     return [(rank, piece) for rank, hop in of_ranks.items() for own in hop.gives for piece in own]
 
 
 def exchanged(
-    of_ranks: dict[Rank, Hop],
-    held: dict[Rank, dict[Piece, list[object]]],
+    of_ranks: dict[Rank, MoveExchange],
+    held: dict[Rank, dict[MovedRange, list[object]]],
     at: Callable[[Rank, int], Rank],
-) -> dict[Rank, dict[Piece, list[object]]]:
+) -> dict[Rank, dict[MovedRange, list[object]]]:
     """What each rank has got; those of a pair know alike what they exchange, in which order."""
-    come: dict[Rank, dict[Piece, list[object]]] = {rank: {} for rank in of_ranks}
+    come: dict[Rank, dict[MovedRange, list[object]]] = {rank: {} for rank in of_ranks}
     for rank, hop in of_ranks.items():
         for member, pieces in enumerate(hop.gives):
             other = at(rank, member)
@@ -109,5 +109,9 @@ def exchanged(
 def test_experts_that_stay_where_they_are_do_not_travel() -> None:
     before = ExpertMap.even(6, 3)
     after = ExpertMap((0, 0, 2, 1, 1, 2), ((),) * 3)
-    assert {(way.giver, way.taker) for way in ways(before, after, 0, 5)} == {(1, 2), (1, 1), (2, 1)}
-    assert not ways(before, before, 0, 5)
+    assert {(way.giver, way.taker) for way in expert_moves(before, after, 0, 5)} == {
+        (1, 2),
+        (1, 1),
+        (2, 1),
+    }
+    assert not expert_moves(before, before, 0, 5)

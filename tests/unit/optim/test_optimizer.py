@@ -20,7 +20,7 @@ from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rules import build_rule
 from megapipe.optim.scaler import LossScaler
-from megapipe.train.totals import Totals
+from megapipe.train.totals import StepStats
 from megapipe.train.update import Update
 
 
@@ -69,7 +69,7 @@ def test_gradients_are_clipped_by_the_global_norm(clip: float | None, active: bo
     given = bucket.grads[0].clone()
     scaler, numbers = LossScaler(optimizer.config, "bf16"), NumbersConfig()
     update = Update(optimizer.config, optimizer, scaler, [], 1, numbers, exact=True)
-    totals = Totals(tuple(reduced(optimizer).tolist()), 0.0, 1)
+    totals = StepStats(tuple(reduced(optimizer).tolist()), 0.0, 1)
     assert totals.norm == pytest.approx(given.double().norm().item(), rel=1e-12)
     optimizer.update(1e-3, update.clipping(totals.norm))
     used = optimizer.shards[0].grad

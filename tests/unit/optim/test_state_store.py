@@ -24,7 +24,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.optim import state_store
 from megapipe.optim.offload import LANES, MappedFile
 from megapipe.optim.rounding import round_at_random, scratch_bytes
-from megapipe.optim.state_store import MIB, StatePolicy, Store
+from megapipe.optim.state_store import MIB, StatePolicy, StateStore
 
 CPU = torch.device("cpu")
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -51,7 +51,7 @@ def initial(dtype: torch.dtype, n: int = N) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(99)).to(dtype)
 
 
-def update(store: Store, step: int) -> int:
+def update(store: StateStore, step: int) -> int:
     """One step; returns the number of windows."""
     store.begin(step)
     grad = gradient(step, torch.promote_types(store.weights.dtype, torch.float32))
@@ -128,7 +128,7 @@ def test_updates_are_those_of_plain_tensors(
     """Bitwise, also after a checkpoint half-way."""
     policy = replace(policy, folder=tmp_path, window_bytes=window)
     plain = Plain(dtype, policy)
-    store = Store(initial(dtype), NAMES, policy, bucket=BUCKET, start=START)
+    store = StateStore(initial(dtype), NAMES, policy, bucket=BUCKET, start=START)
     in_place = store.nbytes().windows == 0
     for step in range(4):
         assert update(store, step) == (2 if in_place or window else 4)
@@ -137,7 +137,9 @@ def test_updates_are_those_of_plain_tensors(
         for name, values in plain.values.items():
             assert store.read(name, 10, 170).to(values.dtype).equal(values[10:170]), name
         if step == 1:
-            again = Store(torch.zeros(N, dtype=dtype), NAMES, policy, bucket=BUCKET, start=START)
+            again = StateStore(
+                torch.zeros(N, dtype=dtype), NAMES, policy, bucket=BUCKET, start=START
+            )
             for name in plain.values:
                 for a, b in ((0, 111), (111, N)):
                     again.write(name, a, b, store.read(name, a, b).clone())
@@ -147,7 +149,7 @@ def test_updates_are_those_of_plain_tensors(
 def test_the_plan_of_a_resident_store_costs_nothing() -> None:
     """fp32 weights are their own masters, and windows are what is kept."""
     weights = initial(torch.float32)
-    store = Store(weights, NAMES)
+    store = StateStore(weights, NAMES)
     (window,) = store.windows(10, 20)
     assert window.master.data_ptr() == weights[10:].data_ptr()
     for name, state in zip(NAMES, window.states, strict=True):
@@ -164,7 +166,7 @@ def test_shards_round_as_the_whole_does() -> None:
         weights = initial(torch.bfloat16)
         states = []
         for a, b in pairwise(cuts):
-            store = Store(weights[a:b], NAMES, policy, bucket=BUCKET, start=a)
+            store = StateStore(weights[a:b], NAMES, policy, bucket=BUCKET, start=a)
             store.begin(7)
             for window in store.windows(0, b - a):
                 rule(window.master, window.states, grad[a:b][window.start : window.stop])
@@ -177,7 +179,7 @@ def test_shards_round_as_the_whole_does() -> None:
 def test_steps_buckets_and_seeds_round_differently() -> None:
     def rounded(step: int = 0, bucket: int = 0, seed: int = 0) -> Tensor:
         policy = StatePolicy(state_dtype="bf16", seed=seed)
-        store = Store(torch.zeros(N), ("a", "b"), policy, bucket=bucket)
+        store = StateStore(torch.zeros(N), ("a", "b"), policy, bucket=bucket)
         store.begin(step)
         for window in store.windows(0, N):
             for state in window.states:
@@ -191,7 +193,9 @@ def test_steps_buckets_and_seeds_round_differently() -> None:
 
 
 def test_a_second_pass_that_changes_nothing_rounds_nothing() -> None:
-    store = Store(initial(torch.bfloat16), NAMES, StatePolicy(master="none", state_dtype="bf16"))
+    store = StateStore(
+        initial(torch.bfloat16), NAMES, StatePolicy(master="none", state_dtype="bf16")
+    )
     update(store, 0)
     before = [store.read(name, 0, N).clone() for name in ("model", *NAMES)]
     store.begin(1)
@@ -202,7 +206,7 @@ def test_a_second_pass_that_changes_nothing_rounds_nothing() -> None:
 
 
 def test_rounding_at_random_needs_its_step() -> None:
-    store = Store(torch.zeros(N), NAMES, StatePolicy(state_dtype="bf16"))
+    store = StateStore(torch.zeros(N), NAMES, StatePolicy(state_dtype="bf16"))
     with pytest.raises(AssertionError, match="begin"):
         list(store.windows(0, N))
 
@@ -237,7 +241,7 @@ def test_bytes_by_formula(
     """Per value: on the device, in host memory, on the disk, in a window."""
     policy = StatePolicy(**settings, rounding="nearest", folder=tmp_path)
     assert LANES == 2
-    assert Store(initial(dtype), NAMES, policy).nbytes() == tuple(N * b for b in expected)
+    assert StateStore(initial(dtype), NAMES, policy).nbytes() == tuple(N * b for b in expected)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -289,7 +293,7 @@ def test_windows_keep_to_their_budget(settings: dict[str, Any], tmp_path: Path) 
     """Counted from the tensors that are alive, for 18 MiB and more of state."""
     n, budget = 3 * MIB, 8 * MIB
     policy = StatePolicy(**settings, folder=tmp_path, window_bytes=budget)
-    store = Store(torch.zeros(n, dtype=torch.bfloat16), NAMES, policy)
+    store = StateStore(torch.zeros(n, dtype=torch.bfloat16), NAMES, policy)
     store.begin(0)
     live = LiveBytes()
     count = 0
@@ -335,7 +339,7 @@ def most_resident(folder: Path, window: int) -> int:
     policy = StatePolicy(place="disk", folder=folder, window_bytes=window, rounding="nearest")
     gc.collect()
     before, most = resident(), 0
-    store = Store(weights, NAMES, policy)
+    store = StateStore(weights, NAMES, policy)
     assert store.nbytes().disk == 48 * MIB
     for step in range(2):
         store.read("exp_avg", 0, n).sum()  # a checkpoint
@@ -374,7 +378,7 @@ def mapped(folder: Path) -> Iterator[str]:
 def test_files_have_no_name_and_go_with_the_store(tmp_path: Path) -> None:
     """So what a killed run leaves behind is nothing, and nothing that lies there is picked up."""
     folder = tmp_path / "not" / "there" / "yet"
-    store = Store(
+    store = StateStore(
         torch.ones(N, dtype=torch.bfloat16), NAMES, StatePolicy(place="disk", folder=folder)
     )
     assert len(list(mapped(folder))) == 3
@@ -459,19 +463,19 @@ class LateCopies:
     def begin(self) -> Late:
         return Late(self.queue)
 
-    def mark(self) -> int:
+    def record_event(self) -> int:
         return len(self.queue)
 
-    def await_mark(self, mark: int) -> None:
+    def wait_event(self, mark: int) -> None:
         if self.heeds_marks:
             for copy in self.queue[self.done : mark]:
                 copy()
             self.done = max(self.done, mark)
 
-    def follow(self) -> None:
+    def wait_compute(self) -> None:
         pass
 
-    def end(self) -> None:
+    def compute_waits(self) -> None:
         for copy in self.queue[self.done :]:
             copy()
         self.queue, self.done = [], 0
@@ -484,8 +488,8 @@ def test_late_copies_change_nothing_as_long_as_they_are_waited_for(
     """What a device's copying stream may do, at its slowest."""
     policy = StatePolicy(state_dtype=state_dtype, place="host", window_bytes=0, rounding="nearest")
     plain = Plain(torch.bfloat16, policy)
-    monkeypatch.setattr(state_store, "Copies", LateCopies)
-    store = Store(initial(torch.bfloat16), NAMES, policy, bucket=BUCKET, start=START)
+    monkeypatch.setattr(state_store, "CopyStream", LateCopies)
+    store = StateStore(initial(torch.bfloat16), NAMES, policy, bucket=BUCKET, start=START)
     for step in range(3):
         update(store, step)
         plain.update(step)

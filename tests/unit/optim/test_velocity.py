@@ -17,7 +17,7 @@ from megapipe.distributed.mesh import Axis
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import VELOCITY, StatePolicy
-from megapipe.optim.velocity import decay, followed, move_back
+from megapipe.optim.velocity import decay, followed, predict_older_weights
 from tests.parity.optim_rules import make_shard
 
 ALONE = Axis.alone()
@@ -31,7 +31,7 @@ def read(shard: Shard, name: str) -> Tensor:
 def follow(rule_name: str, dtype: str, tolerance: float, **policy: Any) -> Shard:
     """Some steps, compared with the plain formula."""
     rule = build_rule(OptimizerConfig(rule=rule_name))
-    kept = StatePolicy(apart=True, window_bytes=1 << 14, **policy)
+    kept = StatePolicy(separate_masters=True, window_bytes=1 << 14, **policy)
     shard = make_shard(rule, ALONE, ALONE, dtype, kept, velocity=True)
     assert shard.store.states == (*rule.states, VELOCITY)
     wanted = torch.zeros_like(read(shard, VELOCITY))
@@ -67,7 +67,7 @@ def test_it_lives_with_the_masters_in_their_type(place: Any, tmp_path: Path) -> 
 def test_weights_are_moved_back_by_it(updates: float) -> None:
     shard = follow("adamw", "fp64", 1e-14)
     out = torch.empty(shard.stop, dtype=torch.float64)
-    move_back(shard, updates, out)
+    predict_older_weights(shard, updates, out)
     wanted = read(shard, "model") - updates * read(shard, VELOCITY)
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-15)
     assert not out.equal(read(shard, "model"))
@@ -75,7 +75,7 @@ def test_weights_are_moved_back_by_it(updates: float) -> None:
 
 def test_a_shard_that_keeps_none_is_left_alone() -> None:
     rule = build_rule(OptimizerConfig(rule="sgd"))
-    shard = make_shard(rule, ALONE, ALONE, policy=StatePolicy(apart=True))
+    shard = make_shard(rule, ALONE, ALONE, policy=StatePolicy(separate_masters=True))
     shard.grad = torch.ones(shard.stop, dtype=torch.float64)
     with followed([shard], {1: GAMMA}):
         rule.step([shard], 1e-2, 0)

@@ -12,22 +12,22 @@ from torch.nn import Parameter, functional
 
 from megapipe.config.config import OptimizerConfig
 from megapipe.distributed.mesh import Axis
-from megapipe.layers.offload import HostMemory
-from megapipe.layers.recompute import keep
+from megapipe.layers.offload import ActivationOffload
+from megapipe.layers.recompute import save_all
 from megapipe.layers.weight_grad import accumulate_in_main_grad
 from megapipe.optim.rules import build_rule
 from megapipe.optim.state_store import StatePolicy
-from megapipe.optim.versions import Versions
+from megapipe.optim.versions import WeightVersions
 from tests.parity.optim_rules import make_shard
 
 ALONE = Axis.alone()
 
 
-def versions_of(kept: int, *, turns: bool = False) -> tuple[Versions, Parameter]:
+def versions_of(kept: int, *, turns: bool = False) -> tuple[WeightVersions, Parameter]:
     """Those of a shard, from version 0 on, and the weight of a norm in it."""
     rule = build_rule(OptimizerConfig())
-    shard = make_shard(rule, ALONE, ALONE, policy=StatePolicy(apart=True))
-    versions = Versions(shard, kept, turns=turns, predicted=0, predict=lambda *given: None)
+    shard = make_shard(rule, ALONE, ALONE, policy=StatePolicy(separate_masters=True))
+    versions = WeightVersions(shard, kept, turns=turns, predicted=0, predict=lambda *given: None)
     versions.begin(0)
     norm = next(
         each.parameter
@@ -37,7 +37,7 @@ def versions_of(kept: int, *, turns: bool = False) -> tuple[Versions, Parameter]
     return versions, norm
 
 
-def update(versions: Versions, value: float) -> None:
+def update(versions: WeightVersions, value: float) -> None:
     """Make the next version, with one value everywhere."""
     versions.advance()
     versions.weights[0].fill_(value)
@@ -70,7 +70,7 @@ def test_what_is_offloaded_reads_the_version_of_its_forward_for_good() -> None:
     versions, norm = versions_of(2)
     x = torch.randn(3, len(norm), dtype=torch.float64, requires_grad=True)
     segment = cast(Any, lambda x, graph_only=False: normed(norm)(x))
-    y = HostMemory().offload(keep, segment, x)
+    y = ActivationOffload().offload(save_all, segment, x)
     wanted = input_grad(y, x)
     update(versions, 3.0)
     versions.use(1)
@@ -102,7 +102,7 @@ def test_gradients_of_norms_go_where_those_of_their_window_add_up() -> None:
     for scale in (1.0, 10.0):
         (norm * x * scale).sum().backward()
         sums.append(cast(Any, norm).main_grad)
-        versions.turn()
+        versions.switch_accumulator()
     assert [float(each[0]) for each in sums[1:]] == [10.0]
     assert float(sums[0][0]) == 0.0, "the first sum is taken up again for the third window"
     assert cast(Any, norm).main_grad.data_ptr() == sums[0].data_ptr()

@@ -27,7 +27,7 @@ from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.cache import Cache
 from megapipe.plan.commands import main
-from megapipe.plan.context_choice import Attention, Cost, Places, bytes_sent, cost_of, costs
+from megapipe.plan.context_choice import Attention, ContextCost, Places, bytes_sent, cost_of, costs
 from megapipe.plan.demand import size_text
 from megapipe.plan.report import report
 from megapipe.plan.units import Units
@@ -53,7 +53,7 @@ def config(*keys: str) -> Config:
     return resolve(parse([*LONG, *keys]).config, None, None)[0]
 
 
-def found(*keys: str) -> list[Cost]:
+def found(*keys: str) -> list[ContextCost]:
     given = config(*keys)
     return costs(given, Speeds.of(given))
 
@@ -98,15 +98,18 @@ def test_bytes_within_nodes_and_between() -> None:
     block = 16384 // 4 * 8 * 128 * 2  # keys of a rank: values of K and V
     forward, backward = block * 2, block * (2 + 4)
     ring = cost_of(config(*given), Speeds.of(config(*given)))
-    assert (ring.within, ring.between) == (3 * (forward + backward),) * 2
+    assert (ring.intra_node_bytes, ring.inter_node_bytes) == (3 * (forward + backward),) * 2
     own = config(*given, "context.ulysses=2")
     usp = cost_of(own, Speeds.of(own))
-    assert usp.between == forward + backward
+    assert usp.inter_node_bytes == forward + backward
     heads = 2 * (32 + 8) * 128 * 2 * 16384 // 4
-    assert usp.within == 2 * heads // 2
+    assert usp.intra_node_bytes == 2 * heads // 2
     turned = config(*given, "context.ulysses=2", "context.ranks=context_first")
     other = cost_of(turned, Speeds.of(turned))
-    assert (other.within, other.between) == (usp.between, usp.within)
+    assert (other.intra_node_bytes, other.inter_node_bytes) == (
+        usp.inter_node_bytes,
+        usp.intra_node_bytes,
+    )
 
 
 @pytest.mark.parametrize(

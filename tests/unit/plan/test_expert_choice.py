@@ -21,15 +21,15 @@ from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.demand import demand, milliseconds, size_text
 from megapipe.plan.measurements import BY_UNITS
-from megapipe.plan.moe.choice import Cost, costs
+from megapipe.plan.moe.choice import DispatchCost, costs
 from megapipe.plan.moe.commands import main, simulate
-from megapipe.plan.moe.time import Assumed, Products
-from megapipe.plan.moe.ways import SPLIT, Way, experts_sent, ways
+from megapipe.plan.moe.time import AssumedCosts, Products
+from megapipe.plan.moe.ways import SPLIT, DispatchTraffic, dispatch_traffic, experts_sent
 from megapipe.plan.pace import exchanged
 from megapipe.plan.report import report
 from megapipe.plan.unit import TWO_HOPS
 from megapipe.plan.units import Units
-from megapipe.schedule.moe_layer.search import fastest, in_turns
+from megapipe.schedule.moe_layer.search import fastest, training_order
 from megapipe.schedule.moe_layer.tasks import Step, chunked
 from tests.parity.marks import in_parts
 
@@ -56,22 +56,22 @@ def given(*keys: str) -> tuple[Config, Layout]:
     return resolve(parse([*SMALL, *keys]).config, None, None, measure=BY_UNITS)
 
 
-def found(*keys: str, layer: int = 1, **assumed: float) -> list[Cost]:
+def found(*keys: str, layer: int = 1, **assumed: float) -> list[DispatchCost]:
     config, layout = given(*keys)
-    return costs(Units(config, layout), Speeds.of(config), layer, Assumed(**assumed))
+    return costs(Units(config, layout), Speeds.of(config), layer, AssumedCosts(**assumed))
 
 
-def ways_of(*keys: str) -> dict[str, Way]:
-    return ways(Units(*given(*keys)), 1)
+def ways_of(*keys: str) -> dict[str, DispatchTraffic]:
+    return dispatch_traffic(Units(*given(*keys)), 1)
 
 
-def of(name: str, *keys: str) -> Way:
+def of(name: str, *keys: str) -> DispatchTraffic:
     return ways_of(*keys)[name]
 
 
 def test_bytes_are_those_of_the_formulas() -> None:
     """Two nodes of four ranks: section by section what a rank sends, forward and backward."""
-    own = {name: (way.within, way.between) for name, way in ways_of().items()}
+    own = {name: (way.intra_node_bytes, way.inter_node_bytes) for name, way in ways_of().items()}
     assert own["all_to_all"] == (2 * ROW_BYTES * 3 / 8, 2 * ROW_BYTES * 4 / 8)
     assert own["hierarchical"] == (2 * ROW_BYTES * 3 / 4, 2 * ROW_BYTES / 2)
     assert own["all_gather"] == (GATHERED * 3 / 8, GATHERED * 4 / 8)
@@ -141,7 +141,9 @@ def test_all_gather_is_less_where_choices_are_more_than_ranks() -> None:
     """But for the 4 bytes of a weight."""
     for ep, fewer in ((2, True), (8, False)):
         keys = (f"parallel.ep={ep}", "model.moe.top_k=4", "parallel.per_node=8")
-        assert (of("all_gather", *keys).within < of("all_to_all", *keys).within) == fewer
+        assert (
+            of("all_gather", *keys).intra_node_bytes < of("all_to_all", *keys).intra_node_bytes
+        ) == fewer
 
 
 def test_a_codec_is_for_ways_of_rows() -> None:
@@ -149,7 +151,7 @@ def test_a_codec_is_for_ways_of_rows() -> None:
     plain, coded = ways_of(keys[0]), ways_of(*keys)
     assert coded.keys() == plain.keys() - {"fetch"}
     for name, way in coded.items():
-        assert way.between < plain[name].between / 3
+        assert way.inter_node_bytes < plain[name].inter_node_bytes / 3
 
 
 @pytest.mark.parametrize(("sequences", "fewer"), [(1, False), (8, False), (16, True), (64, True)])
@@ -169,10 +171,13 @@ def test_ranks_of_a_group_on_other_nodes() -> None:
     """Of ranks 3, 4, 5 one is on the first node of four: all it sends goes elsewhere."""
     keys = ("parallel.dp=6", "parallel.ep=3", "model.moe.experts=48", "train.global_batch=36")
     own = ways_of(*keys, "train.microbatch=3")
-    assert (own["all_to_all"].within, own["all_to_all"].between) == (0, 2 * ROW_BYTES)
+    assert (own["all_to_all"].intra_node_bytes, own["all_to_all"].inter_node_bytes) == (
+        0,
+        2 * ROW_BYTES,
+    )
     assert "hierarchical" not in own
     on_one = ways_of("parallel.per_node=8")
-    assert on_one["all_to_all"].between == 0
+    assert on_one["all_to_all"].inter_node_bytes == 0
     assert "hierarchical" not in on_one
 
 
@@ -184,8 +189,8 @@ def test_ranks_of_a_group_on_other_nodes() -> None:
     ],
 )
 def test_ranks_with_parts_of_a_sequence_send_their_tokens(keys: tuple[str, ...]) -> None:
-    assert of("all_to_all", *keys).between == ROW_BYTES / 2
-    assert of("all_gather", *keys).between == GATHERED / 2 * 4 / 8
+    assert of("all_to_all", *keys).inter_node_bytes == ROW_BYTES / 2
+    assert of("all_gather", *keys).inter_node_bytes == GATHERED / 2 * 4 / 8
 
 
 def steps_of(name: str, latency_us: float) -> list[Step]:
@@ -223,7 +228,9 @@ def simulated(*keys: str) -> list[float]:
     found = []
     for chunks in range(1, MOST_CHUNKS + 1):
         passes = [
-            in_turns(chunked(steps_of(config.experts.dispatch, config.parallel.latency_us), chunks))
+            training_order(
+                chunked(steps_of(config.experts.dispatch, config.parallel.latency_us), chunks)
+            )
             for _ in layout.model.experts()
             for _ in "FI"
         ]

@@ -14,7 +14,7 @@ import pytest
 from megapipe.cli import parse
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool_file import read_pools, write_pools
-from megapipe.experts.traffic import Sent, Sizes, copies, migration, most
+from megapipe.experts.traffic import ExpertBytes, RankTraffic, migration, most, replica_traffic
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.moe.commands import main
@@ -64,8 +64,8 @@ def test_costs_are_those_of_the_formulas(keys: tuple[str, ...], given: dict[str,
     known |= {"flops": 1e12 * config.log.efficiency, **given}
     for name, text in formulas().items():
         known[name] = eval(text, {}, dict(known))
-    assert formulas().keys() == {*Sizes._fields, *found.times._fields, "worth"}
-    assert found.sizes == tuple(known[name] for name in Sizes._fields)
+    assert formulas().keys() == {*ExpertBytes._fields, *found.times._fields, "worth"}
+    assert found.sizes == tuple(known[name] for name in ExpertBytes._fields)
     for name in found.times._fields:
         assert getattr(found.times, name) == pytest.approx(known[name], rel=1e-12)
     assert found.worth(5) == pytest.approx(known["worth"], rel=1e-12)
@@ -86,17 +86,17 @@ def test_ranks_of_a_node() -> None:
 
 def test_copies_travel_there_and_back_in_each_step() -> None:
     """Owners send weights, and who has a copy sends gradients."""
-    found = ExpertMap.even(3, 3, 2).with_copies([[1, 2], [2], []])
-    sent = copies(found, Sizes(weights=10, gradients=7, states=100))
-    assert sent == [Sent(14, 20), Sent(10 + 7, 7 + 10), Sent(20, 14)]
+    found = ExpertMap.even(3, 3, 2).with_replicas([[1, 2], [2], []])
+    sent = replica_traffic(found, ExpertBytes(weights=10, gradients=7, states=100))
+    assert sent == [RankTraffic(14, 20), RankTraffic(10 + 7, 7 + 10), RankTraffic(20, 14)]
     assert most(sent) == 20
 
 
 def test_owners_that_change_take_all_that_belongs_to_them() -> None:
     before, after = ExpertMap((0, 0, 1, 1), ((), ())), ExpertMap((1, 0, 1, 0), ((), ()))
-    sent = migration(before, after, Sizes(weights=10, gradients=7, states=100))
-    assert sent == [Sent(110, 110), Sent(110, 110)]
-    assert most(migration(before, before, Sizes(10, 7, 100))) == 0
+    sent = migration(before, after, ExpertBytes(weights=10, gradients=7, states=100))
+    assert sent == [RankTraffic(110, 110), RankTraffic(110, 110)]
+    assert most(migration(before, before, ExpertBytes(10, 7, 100))) == 0
 
 
 @pytest.mark.full

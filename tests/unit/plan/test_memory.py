@@ -27,7 +27,7 @@ def memory(*keys: str) -> tuple[tuple[int, ...], int]:
     stages = layout.schedule.placement.stages_of(0)
     numel = count_held(config.model, [layout.stage_layers[s] for s in stages], layout.tp)
     assert numel % 4 == 0, "no padding"
-    own = (found.parameters, found.gradients, found.optimizer, found.passing, found.elsewhere)
+    own = (found.parameters, found.gradients, found.optimizer, found.transient, found.offloaded)
     return own, numel
 
 
@@ -98,4 +98,4 @@ def test_zero_3_holds_the_stages_that_are_there_at_a_time(prefetch: int) -> None
         max(weights(k), weights(max(k - 1, 0))) + 4 * sum(n[k : k + 2]) + sum(n[k + 2 :])
         for k in range(4)
     )
-    assert model_memory(config, layout, 0).passing == most
+    assert model_memory(config, layout, 0).transient == most

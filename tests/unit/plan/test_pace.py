@@ -13,8 +13,8 @@ from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.memory import model_memory
-from megapipe.plan.moe.time import trained
-from megapipe.plan.pace import expected, timed_cost
+from megapipe.plan.moe.time import training_passes
+from megapipe.plan.pace import simulate_step, timed_cost
 from megapipe.plan.report import report
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
@@ -34,7 +34,7 @@ def plan(*overrides: str) -> tuple[Config, Layout]:
 
 def seconds(*overrides: str) -> float:
     config, layout = plan(*overrides)
-    return float(expected(Units(config, layout), Speeds.of(config)).makespan)
+    return float(simulate_step(Units(config, layout), Speeds.of(config)).makespan)
 
 
 def computed(config: Config, layout: Layout) -> float:
@@ -121,7 +121,7 @@ def test_rows_are_waited_for_as_a_layer_is_simulated(form: str) -> None:
     others = float(sum(e.wire for e in late))
     if form != "fetch":
         others += 4 * layout.microbatches * 8 * 8  # numbers of rows for 8 experts, int64
-    passes = trained(Units(config, layout), Speeds.of(config), 0, form, 2)
+    passes = training_passes(Units(config, layout), Speeds.of(config), 0, form, 2)
     exposed = 4 * layout.microbatches * sum(timed.exposed for timed in passes.values())
     waited = seconds(*overrides) - computed(config, layout)
     assert waited == pytest.approx(exposed + others / 2e9)
@@ -285,7 +285,7 @@ def test_pieces_of_a_reduction_hide_behind_the_last_backward() -> None:
     config, layout = plan(*shape, cut)
     buckets = list(process_buckets(config, layout, 0))
     assert len(buckets) == 1 + 4 * 3 + 1 + 1, "head, layers, embedding, the rest"
-    matrices = [bucket.multiplied for bucket in buckets]
+    matrices = [bucket.matmul_numel for bucket in buckets]
     total = sum(bucket.numel for bucket in buckets)
     for rate in (0.01, 1000.0):
         link = f"parallel.node_gb_s={rate}"

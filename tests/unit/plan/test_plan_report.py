@@ -181,7 +181,7 @@ def test_copies_of_the_state_in_host_memory() -> None:
     given = ("parallel.dp=2", "checkpoint.background=true", "checkpoint.memory_every=10")
     for per_node, copies in (("2", 2), ("1", 4)):
         config, layout, text = plan(*given, f"parallel.per_node={per_node}")
-        saved = model_memory(config, layout, 0).saved
+        saved = model_memory(config, layout, 0).checkpoint_part
         assert f", copy of a checkpoint in host memory {size_text(saved)}" in text
         assert f", copies of checkpoints in the node's memory {size_text(copies * saved)}" in text
 

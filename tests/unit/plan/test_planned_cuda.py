@@ -121,7 +121,9 @@ def test_one_function_chooses_for_a_run_and_for_a_plan() -> None:
         planned_kernels(config, layout)
     config, layout = planned(LLAMA, data={"document_mask": True})
     with planning():
-        chosen = select_kernels(config, layout.model.kernels, torch.device("cuda"), torch.bfloat16)
+        chosen = select_kernels(
+            config, layout.model.kernel_needs, torch.device("cuda"), torch.bfloat16
+        )
     found = planned_kernels(config, layout)
     assert found.banner() == chosen.banner()
     assert {choice.purpose: choice.name for choice in found.choices} == {
@@ -188,7 +190,7 @@ def test_documents_keep_copies_of_the_rows_that_lie_apart() -> None:
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     documents = Documents(ids, META)
     ends = documents.runs(LENGTH)
-    known = [*given, ends.q_ends, ends.k_ends]
+    known = [*given, ends.cu_seqlens_q, ends.cu_seqlens_k]
     with LiveStorages(known) as live:
         out = attention(*given, 0.0, documents)
     copies = [BF16 * VALUES] * 3

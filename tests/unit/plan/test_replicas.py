@@ -8,7 +8,7 @@ from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
 from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 
 SMALL = (
     "model.layers=4",
@@ -23,11 +23,11 @@ SMALL = (
 def actions(text: str) -> list[Action]:
     """From ``unshard:0 reduce:0 ..``."""
     pairs = (word.split(":") for word in text.split())
-    return [Action(Do[what.upper()], Kind.W, int(stage), -1) for what, stage in pairs]
+    return [Action(ActionKind[what.upper()], Kind.W, int(stage), -1) for what, stage in pairs]
 
 
 def test_a_bucket_of_two_stages_is_gathered_when_neither_has_it() -> None:
-    turns = actions("unshard:0 await:0 reshard:0 unshard:3 reshard:3")
+    turns = actions("unshard:0 wait_weights:0 reshard:0 unshard:3 reshard:3")
     overlap = actions("unshard:0 unshard:3 reshard:0 unshard:0 reshard:3 reshard:0 unshard:1")
     assert gathers_of([turns], (0, 3)) == 2
     assert gathers_of([overlap], (0, 3)) == 1
@@ -36,7 +36,7 @@ def test_a_bucket_of_two_stages_is_gathered_when_neither_has_it() -> None:
 
 
 def test_reductions_are_those_of_the_stage() -> None:
-    runs = actions("open:0 reduce:0 open:1 reduce:1 open:0 reduce:0")
+    runs = actions("alloc_grads:0 reduce:0 alloc_grads:1 reduce:1 alloc_grads:0 reduce:0")
     assert [reductions_of([runs, runs], stage) for stage in (0, 1, 2)] == [4, 2, 0]
 
 

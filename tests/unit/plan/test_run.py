@@ -111,7 +111,7 @@ def test_flops_are_those_by_which_stages_are_cut_but_for_scores(case: Case) -> N
     the gradients of a norm's vector as a product."""
     config, layout = configure(case)
     unit, stage, length = unit_of(case), layout.stage_layers[1], config.train.sequence_length
-    work = layout.model.work(stage, layout.spans[1], again=False)
+    work = layout.model.work(stage, layout.block_policies[1], again=False)
     tokens = Fraction(layout.local_length * config.train.microbatch, case.tp)
     values = len(stage.layers) * config.model.heads * (config.model.head_dim or 0)
     again = 2 if case.activations == "full" else 0

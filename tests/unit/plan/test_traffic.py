@@ -12,7 +12,7 @@ from megapipe.config.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.plan.traffic import (
-    Exchange,
+    CollectiveTraffic,
     by_axis,
     largest_message,
     operation_transfers,
@@ -42,7 +42,7 @@ def plan(*keys: str) -> tuple[Config, Layout]:
     return resolve(parse([*SMALL, *keys]).config, None, None)
 
 
-def found(exchanges: list[Exchange]) -> dict[tuple[str, str, str], tuple[int, int]]:
+def found(exchanges: list[CollectiveTraffic]) -> dict[tuple[str, str, str], tuple[int, int]]:
     """Calls and bytes by axis, collective and purpose, all stages together."""
     sums: dict[tuple[str, str, str], tuple[int, int]] = {}
     for e in exchanges:
@@ -233,9 +233,12 @@ def test_wire_is_the_share_that_a_ring_sends() -> None:
         ("all_to_all", Fraction(3, 4)),
         ("send", Fraction(1)),
     ):
-        exchange = Exchange("dp", collective, "", 7, 1000, 4)
+        exchange = CollectiveTraffic("dp", collective, "", 7, 1000, 4)
         assert exchange.wire == share * 1000
-    both = [Exchange("dp", "all_gather", "", 1, 8, 2), Exchange("tp", "send", "", 1, 5, 2)]
+    both = [
+        CollectiveTraffic("dp", "all_gather", "", 1, 8, 2),
+        CollectiveTraffic("tp", "send", "", 1, 5, 2),
+    ]
     assert by_axis([*both, both[0]]) == {"dp": 8, "tp": 5}
 
 

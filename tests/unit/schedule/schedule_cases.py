@@ -238,7 +238,7 @@ def alter(schedule: Schedule, rng: random.Random) -> Schedule:
     return replace(
         schedule,
         ops=tuple(packed(pack(*op) for op in ops) for ops in lists),
-        held_limit=schedule.held_limit if rng.random() < 0.5 else None,
+        activation_bound=schedule.activation_bound if rng.random() < 0.5 else None,
     )
 
 

@@ -38,4 +38,4 @@ def check_all_sizes(name, legal, ranks=6, **options):
             assert schedule.name == name
             assert schedule.whole_microbatches == m
             assert report.bitwise_order
-            assert report.peak_held == schedule.held_limit
+            assert report.peak_held == schedule.activation_bound

@@ -12,13 +12,13 @@ from megapipe.schedule.generators import build, forward_only, gpipe_on, names
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import channel_rounds, lower
 from megapipe.schedule.placement import Placement, loop, mirrored, vee
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_cases import accepted, all_small, alter, of, schedules
 from tests.unit.schedule.token_game import run_programs
 
 F, B, I, R = Kind.F, Kind.B, Kind.I, Kind.R  # noqa: E741
-COMPUTE, SEND, RECV = Do.COMPUTE, Do.SEND, Do.RECV
+COMPUTE, SEND, RECV = ActionKind.COMPUTE, ActionKind.SEND, ActionKind.RECV
 
 
 def carries(action):
@@ -148,7 +148,7 @@ def test_some_ranks_alone_are_as_among_all(schedule):
 def test_one_rank_has_no_messages():
     schedule = build("gpipe", ranks=1, microbatches=3, chunks=3)
     assert channels(schedule) == ()
-    assert {action.do for action in lower(schedule)[0].actions} == {Do.COMPUTE}
+    assert {action.do for action in lower(schedule)[0].actions} == {ActionKind.COMPUTE}
 
 
 def test_the_turn_of_a_v_is_local():

@@ -20,10 +20,10 @@ from megapipe.schedule.memory import (
     peak_weighted,
     traffic,
     volume,
-    weight_copies,
+    weight_replicas,
 )
 from megapipe.schedule.placement import loop, mirrored, vee
-from megapipe.schedule.program import Do
+from megapipe.schedule.program import ActionKind
 from megapipe.schedule.timing.simulate import simulate
 from tests.unit.schedule.schedule_cases import of, schedules
 
@@ -102,7 +102,7 @@ def test_messages_are_those_of_the_programs(schedule):
         (program.rank, action.peer)
         for program in programs
         for action in program.actions
-        if action.do == Do.SEND
+        if action.do == ActionKind.SEND
     )
     assert messages(schedule) == sends.total()
     assert {link: count for link, count in traffic(schedule).items() if count} == sends
@@ -122,11 +122,11 @@ def test_volume_is_counted_in_whole_micro_batches():
 
 
 def test_weight_copies():
-    assert weight_copies(build("1f1b", ranks=3, microbatches=3)) == (1, 1, 1)
+    assert weight_replicas(build("1f1b", ranks=3, microbatches=3)) == (1, 1, 1)
     both = of("0F0 0B0/1F0 1B0", placement=mirrored(loop(2)))
-    assert weight_copies(both) == (2, 2)
-    assert weight_copies(forward_only(vee(2), 1)) == (1, 1)
-    assert weight_copies(of("0F0 2F0 2B0 0B0/1F0 1B0")) == (Fraction(4, 3), Fraction(2, 3))
+    assert weight_replicas(both) == (2, 2)
+    assert weight_replicas(forward_only(vee(2), 1)) == (1, 1)
+    assert weight_replicas(of("0F0 2F0 2B0 0B0/1F0 1B0")) == (Fraction(4, 3), Fraction(2, 3))
 
 
 def test_the_curve_of_a_rank():

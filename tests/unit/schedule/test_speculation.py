@@ -5,11 +5,11 @@ from collections import Counter, deque
 import pytest
 from hypothesis import given, settings
 
-from megapipe.schedule.data_parallel import ReplicaPolicy, for_zero
+from megapipe.schedule.data_parallel import ReplicaPolicy, with_zero_actions
 from megapipe.schedule.generators import build, names
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.lower import lower
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 from megapipe.schedule.speculation import arriving, cut, speculation
 from tests.parity.marks import in_parts
 from tests.unit.schedule.schedule_cases import all_small, of, schedules
@@ -44,13 +44,13 @@ def check_messages(schedule: Schedule, counts: tuple[int, ...]) -> None:
     """The prefixes' actions run to their ends by themselves; what is then left in the channels is
     what the ranks expect to arrive and have not taken."""
     prefixes: list[deque[Action]] = []
-    programs = for_zero(lower(schedule), schedule, ReplicaPolicy(2, 1, chunked_loss=True))
+    programs = with_zero_actions(lower(schedule), schedule, ReplicaPolicy(2, 1, chunked_loss=True))
     for whole, count in zip(programs, counts, strict=True):
         actions = whole.actions[: cut(whole, count)]
-        assert sum(action.do == Do.COMPUTE for action in actions) == count
-        assert not {Do.OPEN, Do.REDUCE} & {action.do for action in actions}
+        assert sum(action.do == ActionKind.COMPUTE for action in actions) == count
+        assert not {ActionKind.ALLOC_GRADS, ActionKind.REDUCE} & {action.do for action in actions}
         rest = whole.actions[len(actions) :]
-        assert not rest or rest[0].do != Do.SEND, "what the last one makes is sent"
+        assert not rest or rest[0].do != ActionKind.SEND, "what the last one makes is sent"
         prefixes.append(deque(actions))
     channels: dict[tuple[int, int], deque[tuple[int, ...]]] = {}
     sent: Counter[tuple[int, int]] = Counter()
@@ -61,12 +61,12 @@ def check_messages(schedule: Schedule, counts: tuple[int, ...]) -> None:
         for rank, actions in enumerate(prefixes):
             while actions:
                 action = actions[0]
-                line = (action.peer, rank) if action.do == Do.RECV else (rank, action.peer)
+                line = (action.peer, rank) if action.do == ActionKind.RECV else (rank, action.peer)
                 queue = channels.setdefault(line, deque())
-                if action.do == Do.SEND:
+                if action.do == ActionKind.SEND:
                     queue.append(action[1:5])
                     sent[line] += 1
-                elif action.do == Do.RECV:
+                elif action.do == ActionKind.RECV:
                     if not queue:
                         break
                     assert queue.popleft() == action[1:5], "first in, first out"
@@ -124,5 +124,5 @@ def test_messages_that_a_rank_has_not_taken_are_still_coming() -> None:
     assert [arriving(schedule, rank, counts) for rank in range(4)] == [{}, {0: 4}, {1: 3}, {2: 2}]
     for program, count in zip(lower(schedule), counts, strict=True):
         actions = program.actions[: cut(program, count)]
-        received = sum(action.do == Do.RECV for action in actions)
+        received = sum(action.do == ActionKind.RECV for action in actions)
         assert received == (count if program.rank else 0)

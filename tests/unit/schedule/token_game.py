@@ -12,7 +12,7 @@ from itertools import product
 from megapipe.errors import ScheduleError
 from megapipe.schedule.channels import Channel
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed, unpack
-from megapipe.schedule.program import Do, Program
+from megapipe.schedule.program import ActionKind, Program
 
 
 def needs_and_makes(op: Op, schedule: Schedule, board: Counter):
@@ -120,7 +120,7 @@ def game(schedule: Schedule) -> tuple[str | None, tuple[int, ...]]:
         return "stuck", ()
     if +board != end_of(schedule):
         return "something is left over or missing", ()
-    for most, limit in zip(peak, schedule.held_limit or peak, strict=True):
+    for most, limit in zip(peak, schedule.activation_bound or peak, strict=True):
         if most > limit:
             return "more activations than promised", ()
     return None, tuple(peak)
@@ -220,13 +220,13 @@ def run_programs(
         able = []
         for rank in live:
             action = programs[rank].actions[position[rank]]
-            if action.do != Do.RECV or posted[action.peer, rank]:
+            if action.do != ActionKind.RECV or posted[action.peer, rank]:
                 able.append(rank)
         assert able, "every rank waits"
         rank = rng.choice(able)
         do, kind, stage, *unit, peer, acks = programs[rank].actions[position[rank]]
         message = (kind, stage, *unit)
-        if do == Do.RECV:
+        if do == ActionKind.RECV:
             arrived, peer_had_received = posted[peer, rank].popleft()
             assert arrived == message
             received[peer, rank] += 1
@@ -236,7 +236,7 @@ def run_programs(
             hands[rank].add(message)
             inbox[peer, rank] += 1
             deepest[peer, rank] = max(deepest[peer, rank], inbox[peer, rank])
-        elif do == Do.SEND:
+        elif do == ActionKind.SEND:
             assert home(stage + 1 if kind == Kind.F else stage - 1, unit) == peer != rank
             hands[rank].remove(message)
             posted[rank, peer].append((message, received[peer, rank]))

@@ -16,9 +16,9 @@ from megapipe.distributed.mesh import Axis
 from megapipe.layout.resolve import resolve
 from megapipe.observe.record import StepRecord, ValidationRecord
 from megapipe.train.callbacks import Callback, Run, Step
-from megapipe.train.callbacks.several import Callbacks
+from megapipe.train.callbacks.several import CallbackList
 from megapipe.train.update import StepResult
-from megapipe.util.left_out import LeftOut
+from megapipe.util.left_out import SkippedSamples
 from megapipe.watch.journal import Journal
 
 STEPS = 10
@@ -34,7 +34,7 @@ class Mesh:
         self.journal = Journal()
         self.barriers = 0
 
-    def await_all(self, patience: datetime.timedelta) -> None:
+    def long_barrier(self, patience: datetime.timedelta) -> None:
         pass
 
     def barrier(self) -> None:
@@ -91,7 +91,7 @@ def standing_run(
         "streaming": None,
         "samples": lambda step: 8 * step,
         "scaler": SimpleNamespace(scales=False),
-        "left_out": LeftOut(),
+        "left_out": SkippedSamples(),
     }
     run: Any = Run
     made: Run = run(
@@ -103,7 +103,7 @@ def standing_run(
         first_step=4,
         stop=False,
         observer=Reported() if rank == 0 else None,
-        callbacks=Callbacks([], callbacks, []),
+        callbacks=CallbackList([], callbacks, []),
     )
     return made
 

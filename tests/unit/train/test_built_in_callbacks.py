@@ -26,7 +26,7 @@ from megapipe.train.callbacks.sample_log import SampleLog
 from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
-from megapipe.train.step.evaluation import Evaluation
+from megapipe.train.step.evaluation import ValidationResult
 from tests.unit.train.standing_run import STEPS, asked, keeps, reported, result, standing_run, turn
 
 
@@ -97,7 +97,7 @@ def test_a_summary_that_cannot_be_written_is_a_line(
     reports.begin(run)
     reports.after_step(run, turn(5, results=[result(5)]))
     monkeypatch.setattr(
-        "megapipe.train.callbacks.reports.write_beneath",
+        "megapipe.train.callbacks.reports.write_no_symlinks",
         lambda folder, name, text: Path("/dev/full").write_text(text),
     )
     reports.end(run)
@@ -244,11 +244,11 @@ class Held:
 
 
 def validating(
-    folder: Path, found: Evaluation, *, most: int | None = None
+    folder: Path, found: ValidationResult, *, most: int | None = None
 ) -> tuple[Run, Validation, list[Any]]:
     calls: list[Any] = []
 
-    def evaluate(rows: Any, samples: int, *, stop: Any) -> Evaluation:
+    def evaluate(rows: Any, samples: int, *, stop: Any) -> ValidationResult:
         calls.append((rows, samples, stop()))
         return found
 
@@ -269,7 +269,7 @@ def heard(run: Run) -> Heard:
 def test_a_run_is_validated_when_due_on_no_more_samples_than_asked(
     most: int | None, samples: int, tmp_path: Path
 ) -> None:
-    run, validation, calls = validating(tmp_path, Evaluation(2.5, 100), most=most)
+    run, validation, calls = validating(tmp_path, ValidationResult(2.5, 100), most=most)
     assert asked(validation, run, "validate") == [4, 8, STEPS]
     assert keeps(validation, run, "validate")
     validation.after_step(run, turn(3))
@@ -285,7 +285,7 @@ def test_a_run_is_validated_when_due_on_no_more_samples_than_asked(
 
 
 def test_a_validation_that_is_stopped_stops_the_run(tmp_path: Path) -> None:
-    run, validation, _ = validating(tmp_path, Evaluation(math.nan, 0, stopped=True))
+    run, validation, _ = validating(tmp_path, ValidationResult(math.nan, 0, stopped=True))
     step = turn(4, validate=True)
     validation.after_step(run, step)
     assert step.stop

@@ -12,7 +12,7 @@ import torch
 from megapipe.errors import CallbackError, ConfigError, DataError
 from megapipe.observe.record import ValidationRecord
 from megapipe.train.callbacks import Callback, Run, Step, Wishes
-from megapipe.train.callbacks.several import Callbacks, check_callbacks
+from megapipe.train.callbacks.several import CallbackList, check_callbacks
 from tests.unit.train.standing_run import standing_run
 
 HOOKS: dict[str, tuple[Any, ...]] = {
@@ -67,7 +67,7 @@ def test_the_user_s_come_between_ours_and_are_closed_in_the_other_order(
 ) -> None:
     seen: list[tuple[Any, ...]] = []
     first, mine, other, last = (noting(name, seen) for name in ("first", "mine", "other", "last"))
-    several = Callbacks([first], [mine, other], [last])
+    several = CallbackList([first], [mine, other], [last])
     given = HOOKS[hook]
     getattr(several, hook)(standing_run(tmp_path), *given)
     names = ["first", "mine", "other", "last"]
@@ -90,7 +90,7 @@ def test_what_one_wishes_is_wished_and_who_stops_is_told(tmp_path: Path) -> None
         ([saver], [quiet, stopper], Wishes(True, True), "callback Stopper"),
         ([], [], Wishes(), "a signal"),
     ):
-        several = Callbacks(ours, user, [])
+        several = CallbackList(ours, user, [])
         assert several.wishes(run) == wished
         assert several.stopper(run) == who
 
@@ -99,7 +99,7 @@ def test_what_one_wishes_is_wished_and_who_stops_is_told(tmp_path: Path) -> None
 def test_an_error_of_the_user_s_is_a_line_with_the_place(hook: str, tmp_path: Path) -> None:
     run = standing_run(tmp_path, rank=1)
     for error in (ValueError("no\nsuch thing"), SystemExit("no\nsuch thing")):
-        several = Callbacks([], [raising(hook, error)], [])
+        several = CallbackList([], [raising(hook, error)], [])
         with pytest.raises(CallbackError) as caught:
             getattr(several, hook)(run, *HOOKS[hook])
         kind = type(error).__name__
@@ -112,7 +112,7 @@ def test_an_error_of_the_user_s_is_a_line_with_the_place(hook: str, tmp_path: Pa
 def test_a_wish_that_is_none_is_told(tmp_path: Path) -> None:
     forgetful = noting("Forgetful", [], wishes=None)
     with pytest.raises(CallbackError, match="callback Forgetful, wishes on rank 0: AttributeError"):
-        Callbacks([], [forgetful], []).wishes(standing_run(tmp_path))
+        CallbackList([], [forgetful], []).wishes(standing_run(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_a_wish_that_is_none_is_told(tmp_path: Path) -> None:
 )
 def test_what_the_job_has_words_for_stays_what_it_is(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(type(error)) as caught:
-        Callbacks([], [raising("end", error)], []).end(standing_run(tmp_path))
+        CallbackList([], [raising("end", error)], []).end(standing_run(tmp_path))
     assert caught.value is error
 
 
 def test_an_error_of_ours_is_a_bug(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        Callbacks([raising("end", ZeroDivisionError())], [Callback()], []).end(
+        CallbackList([raising("end", ZeroDivisionError())], [Callback()], []).end(
             standing_run(tmp_path)
         )
 
@@ -142,7 +142,7 @@ def test_all_are_closed_once_whatever_one_of_them_raises(
 ) -> None:
     seen: list[tuple[Any, ...]] = []
     broken = [raising("close", error) for error in (ValueError("no"), SystemExit(3))]
-    several = Callbacks([noting("first", seen)], [*broken, noting("mine", seen)], [])
+    several = CallbackList([noting("first", seen)], [*broken, noting("mine", seen)], [])
     run = standing_run(tmp_path)
     with caplog.at_level(logging.WARNING):
         several.close(run)

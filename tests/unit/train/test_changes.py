@@ -35,7 +35,7 @@ def checkpoint(**stored: Any) -> Any:
 
 def told(*overrides: str, own: bool = True, corpus: Change | None = None) -> list[str]:
     found = check(checkpoint(), parse(overrides).config, own=own, corpus=corpus)
-    return [str(change) for change in found.told]
+    return [str(change) for change in found.to_report]
 
 
 def test_every_key_of_the_data_has_a_class_of_its_own() -> None:
@@ -56,7 +56,7 @@ def test_settings_of_experts_that_change_the_result_are_told() -> None:
     harmless = ["experts.dispatch=fetch", "experts.chunks=3", "experts.node=4"]
     stored = checkpoint(model__moe__experts=4)
     found = check(stored, parse([*changed, *harmless]).config, own=True, corpus=None)
-    lines = [str(change) for change in found.told]
+    lines = [str(change) for change in found.to_report]
     assert [line.partition(" was ")[0] for line in lines] == ["experts.codec", "experts.topology"]
     assert lines[0] == "experts.codec was none and is int8"
 
@@ -81,7 +81,7 @@ def test_what_a_balance_term_goes_by_is_told(
         for ep, node, size in ((4, 2, 4), (8, 4, 1))
     )
     stored = checkpoint(**flatten(before.config))
-    found = check(stored, now.config, own=True, corpus=None).told
+    found = check(stored, now.config, own=True, corpus=None).to_report
     assert {change.key for change in found} == set(listed)
 
 
@@ -90,7 +90,7 @@ def test_biases_may_move_at_another_rate_and_stay() -> None:
     stored = checkpoint(model__moe__experts=4, model__moe__bias_rate=0.001)
     for rate in (0.0, 0.01):
         given = ["model.moe.experts=4", f"model.moe.bias_rate={rate}"]
-        (line,) = check(stored, parse(given).config, own=True, corpus=None).told
+        (line,) = check(stored, parse(given).config, own=True, corpus=None).to_report
         assert str(line) == f"model.moe.bias_rate was 0.001 and is {rate}"
     with pytest.raises(CheckpointError, match=r"model\.moe\.bias_rate was 0.001 and is null"):
         check(stored, parse(["model.moe.experts=4"]).config, own=True, corpus=None)
@@ -202,7 +202,7 @@ def test_another_mixture_goes_on_unless_its_order_is_made_for_all_of_the_run() -
         allowed = parse([*now, "data.samples=megatron", "run.resume_changes=allow"]).config
         assert check(before, allowed, own=True, corpus=None).data_anew
         goes_on = check(checkpoint(data__mixture=stored), parse(now).config, own=True, corpus=None)
-        assert len(goes_on.told) == 1
+        assert len(goes_on.to_report) == 1
         assert not goes_on.data_anew
 
 

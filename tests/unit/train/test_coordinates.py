@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from megapipe.checkpoint import Alone, Checkpoint, Meta, save
+from megapipe.checkpoint import Checkpoint, Meta, SingleProcess, save
 from megapipe.errors import CheckpointError
-from megapipe.train.resume.coordinates import Coordinates
+from megapipe.train.resume.coordinates import ResumePoint
 
 
 def stored(folder: Path, **given: Any) -> Checkpoint:
     meta = Meta(run_id="a-run", layout={}, coordinates=given, config={})
-    return Checkpoint.open(save(folder, step=3, pieces=[], meta=meta, group=Alone()))
+    return Checkpoint.open(save(folder, step=3, pieces=[], meta=meta, group=SingleProcess()))
 
 
 def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
     """As in a checkpoint of an older version; what a newer one says besides is passed over."""
-    found = Coordinates.of(stored(tmp_path, samples=24, later={"a": [1]}))
+    found = ResumePoint.of(stored(tmp_path, samples=24, later={"a": [1]}))
     assert (found.updates, found.samples, found.lr) == (3, 24, 0.0)
     assert (found.order, found.threads) == ("", 0)
 
@@ -36,7 +36,7 @@ def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
 def test_another_type_is_one_line(key: str, value: Any, tmp_path: Path) -> None:
     checkpoint = stored(tmp_path, **{"samples": 24, key: value})
     with pytest.raises(CheckpointError) as caught:
-        Coordinates.of(checkpoint)
+        ResumePoint.of(checkpoint)
     told = str(caught.value)
     assert told.startswith(f"{checkpoint.path}: coordinates.{key}")
     assert "\n" not in told

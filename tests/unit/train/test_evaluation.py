@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.data.batch import Samples
-from megapipe.train.step.evaluation import MICROBATCHES, Evaluation, Evaluator
+from megapipe.train.step.evaluation import MICROBATCHES, Evaluator, ValidationResult
 
 
 class Evaluated:
@@ -28,13 +28,13 @@ class Evaluated:
             config=SimpleNamespace(train=SimpleNamespace(microbatch=2)),
             layout=SimpleNamespace(dp=1),
             mesh=SimpleNamespace(ordered_sum=lambda vector, *axes: total(vector)),
-            optimizer=SimpleNamespace(true_weights=nullcontext),
+            optimizer=SimpleNamespace(use_master_weights=nullcontext),
         )
         unused: Any = None
         self._evaluator = Evaluator(machine, unused, unused)
         self._evaluator.run_forward = self._run_forward  # type: ignore[method-assign]
 
-    def evaluate(self, stop: Callable[[], bool]) -> Evaluation:
+    def evaluate(self, stop: Callable[[], bool]) -> ValidationResult:
         """Evaluate 301 samples."""
         return self._evaluator.evaluate(self.rows, 301, stop)
 

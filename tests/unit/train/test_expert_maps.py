@@ -9,42 +9,42 @@ import pytest
 
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.rows import evenly
-from megapipe.experts.shadow import Times
-from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.experts.shadow import ShadowCosts
+from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.plan.moe.placement import by_balance, by_shadows
-from megapipe.train.moe.expert_maps import ExpertMaps
+from megapipe.train.moe.expert_maps import ExpertRebalancer
 from tests.parity.held_models import HeldWeights
 
 EXPERTS = {1: 4, 3: 4}
 SKEWED = [8.0, 8.0, 1.0, 0.0, *(9, 1, 1, 1), 8.0, 9.0, 1.0, 2.0, *(3, 3, 3, 3)]
 """Four numbers of each layer, and the choices of each of its experts."""
-POLICIES = {"balance": by_balance(4), "shadow": by_shadows(Times(1, 1, 3))}
+POLICIES = {"balance": by_balance(4), "shadow": by_shadows(ShadowCosts(1, 1, 3))}
 
 
 class Taken:
     """In the place of a layer's places: the map that it was given."""
 
     def __init__(self) -> None:
-        self.present = ExpertMap.even(4, 2, 2)
+        self.map = ExpertMap.even(4, 2, 2)
 
-    def take(self, after: ExpertMap) -> None:
-        self.present = after
+    def set_map(self, after: ExpertMap) -> None:
+        self.map = after
 
 
-def maps(every: int = 1, policy: str = "balance") -> ExpertMaps:
+def maps(every: int = 1, policy: str = "balance") -> ExpertRebalancer:
     """Of a rank that has layer 1."""
-    places = {1: cast(ExpertPlaces, Taken())}
-    return ExpertMaps(EXPERTS, every, {1: POLICIES[policy]}, places)
+    places = {1: cast(ExpertReplicas, Taken())}
+    return ExpertRebalancer(EXPERTS, every, {1: POLICIES[policy]}, places)
 
 
 def test_copies_are_chosen_every_so_many_steps() -> None:
     found = maps(every=3)
     for step in range(2):
         assert found.after_update(step, SKEWED) is None
-        assert not any(found.places[1].present.copies)
+        assert not any(found.places[1].map.replicas)
     assert found.after_update(2, SKEWED) == "step 3: experts with copies: 1, in layer 1"
     assert found.after_update(5, SKEWED) is None, "they are those that there are"
-    assert found.places[1].present.copies == ((), (0,))
+    assert found.places[1].map.replicas == ((), (0,))
     assert {layer: counts.tolist() for layer, counts in found.counts.items()} == {
         1: [9, 1, 1, 1],
         3: [3, 3, 3, 3],
@@ -58,10 +58,10 @@ def test_they_are_saved_as_the_choices_that_they_follow_from(policy: str) -> Non
     assert saved.entries() == [f"routing/layers.{n}.moe.copies.counts" for n in EXPERTS]
     held = HeldWeights({piece.name: piece.tensor.clone() for piece in saved.tensors()})
     loaded.read(held, saved.entries())
-    assert loaded.places[1].present == saved.places[1].present
-    assert any(loaded.places[1].present.copies)
+    assert loaded.places[1].map == saved.places[1].map
+    assert any(loaded.places[1].map.replicas)
     loaded.read(held, ())
-    assert not any(loaded.places[1].present.copies), "of a checkpoint without them"
+    assert not any(loaded.places[1].map.replicas), "of a checkpoint without them"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -71,7 +71,7 @@ def test_copies_follow_from_choices_and_from_no_earlier_copies(policy: str) -> N
     even, seen = ExpertMap.even(8, 4, 2), set()
     for _ in range(20):
         totals = [rng.randrange(50) for _ in range(8)]
-        before = even.with_copies([[], [0, 7], [1], [3, 5]])
+        before = even.with_replicas([[], [0, 7], [1], [3, 5]])
         found = {choose(present, evenly(totals, 4), totals) for present in (even, before)}
         assert len(found) == 1
         seen |= found
@@ -79,7 +79,7 @@ def test_copies_follow_from_choices_and_from_no_earlier_copies(policy: str) -> N
 
 
 def test_where_maps_stay_nothing_is_kept() -> None:
-    found = ExpertMaps({})
+    found = ExpertRebalancer({})
     found.after_update(0, [])
     assert not found.entries()
     assert not list(found.tensors())

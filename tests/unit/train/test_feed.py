@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megapipe.config.config import Config, RunConfig, TrainConfig
 from megapipe.config.data import DataConfig
-from megapipe.context.split import Split
+from megapipe.context.split import PositionSplit
 from megapipe.data.batch import Samples
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Key
@@ -25,8 +25,8 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, loop
-from megapipe.train.feed import Feed, Piece, pieces
-from megapipe.util.left_out import LeftOut
+from megapipe.train.feed import Feed, WorkItem, work_items
+from megapipe.util.left_out import SkippedSamples
 
 HALF = Fraction(1, 2)
 ROWS, LENGTH, SEED = 4, 6, 11
@@ -69,7 +69,7 @@ def fetch(
 ) -> tuple[dict[Key, MicroBatch], int, list[list[int]]]:
     """The micro-batches of a process, the tokens of all, and which samples it has asked for."""
     config = Config(train=TrainConfig(microbatch=ROWS), run=RunConfig(seed=SEED))
-    layout: Any = SimpleNamespace(dp=dp, cp=1, split=Split(), slice_lengths=slice_lengths)
+    layout: Any = SimpleNamespace(dp=dp, cp=1, split=PositionSplit(), slice_lengths=slice_lengths)
     mesh: Any = FakeMesh(Axis(dp, index, tuple(range(dp)), None), elsewhere)
     source = Source()
     result, count = Feed(config, layout, mesh, ranks).fetch(schedule, source, 5, first)
@@ -84,16 +84,18 @@ def here(microbatch: MicroBatch) -> list[bool]:
 
 
 def test_pieces_of_whole_micro_batches() -> None:
-    assert list(pieces(gpipe_on(loop(2), 2), ROWS, (LENGTH,))) == [
-        Piece((0, 0), 0, slice(0, 4), slice(0, 6)),
-        Piece((1, 0), 1, slice(0, 4), slice(0, 6)),
+    assert list(work_items(gpipe_on(loop(2), 2), ROWS, (LENGTH,))) == [
+        WorkItem((0, 0), 0, slice(0, 4), slice(0, 6)),
+        WorkItem((1, 0), 1, slice(0, 4), slice(0, 6)),
     ]
 
 
 def test_parts_of_a_micro_batch_are_consecutive() -> None:
     sizes = (Fraction(1), HALF, HALF, Fraction(1, 4), Fraction(3, 4))
     schedule = gpipe_on(loop(2), 5, sizes=sizes)
-    assert [(piece.key, piece.whole, piece.rows) for piece in pieces(schedule, 8, (LENGTH,))] == [
+    assert [
+        (piece.key, piece.whole, piece.rows) for piece in work_items(schedule, 8, (LENGTH,))
+    ] == [
         ((0, 0), 0, slice(0, 8)),
         ((1, 0), 1, slice(0, 4)),
         ((2, 0), 1, slice(4, 8)),
@@ -104,8 +106,8 @@ def test_parts_of_a_micro_batch_are_consecutive() -> None:
 
 def test_every_part_is_cut_into_slices() -> None:
     schedule = gpipe_on(loop(2), 2, sizes=(HALF, HALF), slices=3)
-    assert list(pieces(schedule, 2, (3, 2, 1))) == [
-        Piece((m, part), 0, slice(m, m + 1), positions)
+    assert list(work_items(schedule, 2, (3, 2, 1))) == [
+        WorkItem((m, part), 0, slice(m, m + 1), positions)
         for m in (0, 1)
         for part, positions in enumerate((slice(0, 3), slice(3, 5), slice(5, 6)))
     ]
@@ -238,7 +240,7 @@ def new_feed(**data: Any) -> Feed:
         run=RunConfig(seed=SEED),
         data=DataConfig(**data),
     )
-    layout: Any = SimpleNamespace(dp=1, cp=1, split=Split(), slice_lengths=(LENGTH,))
+    layout: Any = SimpleNamespace(dp=1, cp=1, split=PositionSplit(), slice_lengths=(LENGTH,))
     mesh: Any = FakeMesh(Axis(1, 0, (0,), None), 0)
     return Feed(config, layout, mesh, [0])
 
@@ -287,7 +289,7 @@ def test_one_thread_reads_for_all_steps_and_ends_with_the_feed() -> None:
 
 def test_samples_that_are_left_out_are_passed_over_also_ahead() -> None:
     source, schedule, feed = Source(), gpipe_on(loop(1), 1), new_feed()
-    left_out = LeftOut.of([(2, 5), (9, 10)])
+    left_out = SkippedSamples.of([(2, 5), (9, 10)])
     feed.read_ahead(schedule, source, 4)
     feed.read_ahead(schedule, source, 4, left_out)
     ((_, mb),) = feed.fetch(schedule, source, 1, 4, left_out=left_out)[0].items()

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from megapipe.config.numbers import NumbersConfig
-from megapipe.train.judge import Fault, Judge, Spikes, Unsound
-from megapipe.train.totals import Totals
+from megapipe.train.judge import Anomaly, AnomalyDetector, BadStep, Spikes
+from megapipe.train.totals import StepStats
 
 
-def judge(**settings: Any) -> Judge:
-    return Judge(NumbersConfig(**settings))
+def judge(**settings: Any) -> AnomalyDetector:
+    return AnomalyDetector(NumbersConfig(**settings))
 
 
-def totals(loss: float, norm: float = 1.0) -> Totals:
-    return Totals((norm * norm, 0.0), loss, 1)
+def totals(loss: float, norm: float = 1.0) -> StepStats:
+    return StepStats((norm * norm, 0.0), loss, 1)
 
 
 WILD = [5.0, 4.0, 6.0, 1e9, 5.5]
@@ -51,38 +51,38 @@ def test_losses_that_stand_still_have_a_deviation_all_the_same() -> None:
 def test_loss_and_norm_are_looked_at_one_by_one() -> None:
     watching = judge(spike_factor=5.0, spike_window=4)
     for _ in range(4):
-        assert watching.fault(totals(1e9, 1e9)) is None
-        watching.passed(totals(2.0, 1.0))
-    assert watching.fault(totals(2.0, 1.0)) is None
+        assert watching.check(totals(1e9, 1e9)) is None
+        watching.record(totals(2.0, 1.0))
+    assert watching.check(totals(2.0, 1.0)) is None
     for value, name in ((totals(3.0, 1.0), "loss 3 "), (totals(2.0, 2.0), "gradient norm 2 ")):
-        fault = watching.fault(value)
+        fault = watching.check(value)
         assert fault is not None
         assert fault.text.startswith(name)
         assert fault.action == "rewind"
     again = judge(spike_factor=5.0, spike_window=4)
     again.load(json.loads(json.dumps(watching.state())))
-    assert again.fault(totals(3.0, 1.0)) is not None
+    assert again.check(totals(3.0, 1.0)) is not None
     again.load({})
-    assert again.fault(totals(3.0, 1.0)) is None
+    assert again.check(totals(3.0, 1.0)) is None
     assert judge().state()["series"] == []
 
 
 def test_what_is_done_about_a_fault() -> None:
-    with pytest.raises(Unsound, match=r"^step 3: why; lower optimizer.lr") as stopped:
-        judge().act(2, Fault("why", "stop"))
+    with pytest.raises(BadStep, match=r"^step 3: why; lower optimizer.lr") as stopped:
+        judge().act(2, Anomaly("why", "stop"))
     assert (stopped.value.step, stopped.value.rewinds) == (2, False)
-    with pytest.raises(Unsound, match=r"^step 3: why$") as rewound:
-        judge().act(2, Fault("why", "rewind"))
+    with pytest.raises(BadStep, match=r"^step 3: why$") as rewound:
+        judge().act(2, Anomaly("why", "rewind"))
     assert (rewound.value.step, rewound.value.rewinds) == (2, True)
     skipping = judge(most_skipped=2)
     for _ in range(2):
-        assert skipping.act(2, Fault("why", "skip")) == "why"
+        assert skipping.act(2, Anomaly("why", "skip")) == "why"
     later = judge(most_skipped=2)
     later.load(json.loads(json.dumps(skipping.state())))
-    skipping.passed(totals(1.0))
-    assert skipping.act(2, Fault("why", "skip")) == "why"
-    with pytest.raises(Unsound, match=r"3 steps in a row, where numbers.most_skipped=2"):
-        later.act(2, Fault("why", "skip"))
+    skipping.record(totals(1.0))
+    assert skipping.act(2, Anomaly("why", "skip")) == "why"
+    with pytest.raises(BadStep, match=r"3 steps in a row, where numbers.most_skipped=2"):
+        later.act(2, Anomaly("why", "skip"))
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
@@ -94,7 +94,7 @@ def test_states_that_are_not_finite_are_never_skipped(policy: str) -> None:
 
 
 def test_values_that_are_not_finite_are_no_spike() -> None:
-    fault = judge(non_finite="skip", spike_factor=1.0).fault(totals(math.nan))
+    fault = judge(non_finite="skip", spike_factor=1.0).check(totals(math.nan))
     assert fault is not None
     assert fault.action == "skip"
     assert fault.text.endswith("(gradients of no stage): not finite")

@@ -9,7 +9,7 @@ import pytest
 
 from megapipe.checkpoint.names import MANIFEST
 from megapipe.errors import CheckpointError
-from megapipe.train.resume.located import located
+from megapipe.train.resume.located import find_load_path
 
 
 def make_run(folder: Path, *steps: int, seconds: float) -> Path:
@@ -31,7 +31,7 @@ def test_folders_of_each_kind(tmp_path: Path) -> None:
         ("run/checkpoints", "checkpoints", run / "checkpoints"),
         ("hf", "hugging_face", tmp_path / "hf"),
     ):
-        assert located(str(tmp_path / name), tmp_path) == (kind, path)
+        assert find_load_path(str(tmp_path / name), tmp_path) == (kind, path)
 
 
 def test_the_latest_is_of_the_run_that_saved_last_not_of_the_highest_step(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_the_latest_is_of_the_run_that_saved_last_not_of_the_highest_step(tmp_pa
     (tmp_path / "cut/checkpoints/step-00000009").mkdir(parents=True)
     (tmp_path / "file").touch()
     (tmp_path / "latest").symlink_to("short")  # to the one started last
-    assert located("latest", tmp_path) == ("checkpoints", tmp_path / "short/checkpoints")
+    assert find_load_path("latest", tmp_path) == ("checkpoints", tmp_path / "short/checkpoints")
 
 
 def test_the_latest_run_is_one_whose_newest_checkpoint_has_lost_its_manifest(
@@ -52,7 +52,7 @@ def test_the_latest_run_is_one_whose_newest_checkpoint_has_lost_its_manifest(
     run = make_run(tmp_path / "run", 1, 2, 3, seconds=60)
     make_run(tmp_path / "older", 9, seconds=50)
     (run / "checkpoints/step-00000003" / MANIFEST).unlink()
-    assert located("latest", tmp_path) == ("checkpoints", run / "checkpoints")
+    assert find_load_path("latest", tmp_path) == ("checkpoints", run / "checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_what_is_none_of_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=words):
-        located(name, tmp_path / "runs")
+        find_load_path(name, tmp_path / "runs")

@@ -15,8 +15,8 @@ from megapipe.checkpoint.names import STAGING_PREFIX
 from megapipe.config.config import Config
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.train.resume import memory_copies
-from megapipe.train.resume.memory_copies import MemoryCopies
-from megapipe.train.state import Content
+from megapipe.train.resume.memory_copies import MemoryCheckpoints
+from megapipe.train.state import SaveArguments
 from tests.unit.train.standing_run import Mesh
 
 META = Meta("a-run", {}, {}, {"run.folder": "runs", "run.name": "run"})
@@ -41,7 +41,7 @@ class Killed(BaseException):
     """Stands for a signal: nothing is tidied up after it."""
 
 
-def content(step: int, *, killed: bool = False) -> Content:
+def content(step: int, *, killed: bool = False) -> SaveArguments:
     """Two tensors, or one, behind which the process is killed."""
 
     def pieces() -> Iterator[Piece]:
@@ -50,7 +50,7 @@ def content(step: int, *, killed: bool = False) -> Content:
             if killed:
                 raise Killed
 
-    return Content(step, META, pieces(), 32)
+    return SaveArguments(step, META, pieces(), 32)
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make_copies(folder: Path) -> MemoryCopies:
-    return MemoryCopies(folder, cast(ParallelMesh, OneRank()))
+def make_copies(folder: Path) -> MemoryCheckpoints:
+    return MemoryCheckpoints(folder, cast(ParallelMesh, OneRank()))
 
 
 def half(folder: Path) -> Path:

@@ -13,7 +13,7 @@ import megapipe
 from megapipe.config.config import Config
 from megapipe.distributed.mesh import world_size
 from megapipe.errors import ConfigError, DataError
-from megapipe.optim.rules import Declaration, Elementwise, Part
+from megapipe.optim.rules import Declaration, Elementwise, StateSlice
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from tests.unit.train.objects import Counting, layers, settings
 
@@ -28,7 +28,7 @@ def squares(output: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 class Plain(Elementwise):
     declaration = Declaration(states=(), elementwise=True)
 
-    def update(self, part: Part, lr: float, count: int) -> None:
+    def update(self, part: StateSlice, lr: float, count: int) -> None:
         part.master.add_(part.grad, alpha=-lr)
 
 

@@ -13,10 +13,10 @@ from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
 from megapipe.optim.lr import learning_rate
 from megapipe.plan.report import report
-from megapipe.train.opening import _of_decay, banner, opening
+from megapipe.train.opening import _of_decay, banner, banner_lines
 from megapipe.train.resume.changes import Change, Changes
-from megapipe.train.source import Source
-from megapipe.words import counted, either, plural
+from megapipe.train.source import StartPoint
+from megapipe.words import count_noun, join_or, plural
 
 
 def line(*overrides: str, world: int = 1, device: str = "cpu") -> str:
@@ -88,13 +88,13 @@ def test_steps_to_watch_that_a_resumed_run_has_passed() -> None:
     run = begun("train.steps=9", "optimizer.warmup_steps=0", *watched)
     run.first_step, run.mesh.rank = 5, 0
     run.train_step.streaming, run.train_step.position = None, SimpleNamespace(samples=40)
-    run.train_step.left_out = SimpleNamespace(number=int)
+    run.train_step.left_out = SimpleNamespace(number_after=int)
     run.train_step.kernels = SimpleNamespace(banner=str, warnings=list)
     manifest = SimpleNamespace(coordinates={"samples": 40})
     saved = SimpleNamespace(path="s3://runs/a/step-00000005", step=5, manifest=manifest)
-    source: Any = Source()
+    source: Any = StartPoint()
     notes = {
-        name: [line for line in opening(run, source, Changes()) if "(log." in line]
+        name: [line for line in banner_lines(run, source, Changes()) if "(log." in line]
         for name, source.checkpoint in (("begun", None), ("resumed", saved))
     }
     short = "no profile of step 12 (log.profile): the run ends after step 9"
@@ -141,12 +141,12 @@ def test_what_experts_change_in_results(given: tuple[str, ...], told: str) -> No
     ],
 )
 def test_numbers_in_sentences(number: int, noun: str, text: str) -> None:
-    assert counted(number, noun) == text
+    assert count_noun(number, noun) == text
     assert plural(noun, number) == text.split()[1]
 
 
 def test_alternatives() -> None:
-    assert [either(values) for values in ([1], [1, 2], [1, 2, 4])] == ["1", "1 or 2", "1, 2 or 4"]
+    assert [join_or(values) for values in ([1], [1, 2], [1, 2, 4])] == ["1", "1 or 2", "1, 2 or 4"]
 
 
 WSD = {"optimizer.schedule": "wsd"}

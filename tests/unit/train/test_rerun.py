@@ -10,24 +10,24 @@ import pytest
 
 from megapipe.config.numbers import NumbersConfig
 from megapipe.errors import ConfigError, DeviceFault
-from megapipe.train.judge import Judge
-from megapipe.train.rerun import Outcome, Rerun
-from megapipe.train.totals import Totals, Wishes
+from megapipe.train.judge import AnomalyDetector
+from megapipe.train.rerun import FaultReplay, Outcome
+from megapipe.train.totals import StepStats, Wishes
 
 
-def totals(loss: float, norm: float = 1.0, **given: Any) -> Totals:
-    return Totals((norm * norm, 0.0), loss, 1, **given)
+def totals(loss: float, norm: float = 1.0, **given: Any) -> StepStats:
+    return StepStats((norm * norm, 0.0), loss, 1, **given)
 
 
 SOUND, OTHER, THIRD = totals(2.0), totals(2.0, 1.5), totals(2.25)
 BAD, WORSE = totals(math.nan), totals(math.nan, math.inf)
 
 
-def outcome(*results: Totals, exact: bool = True, **settings: Any) -> tuple[Outcome, int]:
+def outcome(*results: StepStats, exact: bool = True, **settings: Any) -> tuple[Outcome, int]:
     """That of a step which has these results, one after the other, and how many were asked for."""
     config = NumbersConfig(**{"non_finite": "skip", **settings})
-    left: Iterator[Totals] = iter(results)
-    rerun = Rerun(config, exact=exact, fault=Judge(config).fault)
+    left: Iterator[StepStats] = iter(results)
+    rerun = FaultReplay(config, exact=exact, fault=AnomalyDetector(config).check)
     found = rerun.outcome(5, next(left), lambda: next(left))
     return found, len(results) - len(list(left))
 
@@ -47,7 +47,7 @@ def test_the_same_fault_again_is_persistent() -> None:
     assert found.note is None
     alone, computed = outcome(BAD, rerun=False)
     assert computed == 1
-    assert alone.fault == Judge(NumbersConfig(non_finite="skip")).fault(BAD)
+    assert alone.fault == AnomalyDetector(NumbersConfig(non_finite="skip")).check(BAD)
 
 
 def test_a_fault_that_is_gone_was_transient() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, save, whole
+from megapipe.checkpoint import Checkpoint, Meta, Piece, SingleProcess, save, whole
 from megapipe.config.config import Config
 from megapipe.errors import CheckpointError
-from megapipe.train.resume.choose import choose
+from megapipe.train.resume.choose import choose_start_point
 
 META = Meta(run_id="a-run", layout={}, coordinates={}, config={})
 
@@ -26,16 +26,16 @@ def saved(root: Path, step: int, dtype: torch.dtype = torch.float32, **values: f
         tensor[-1, -1] = values.get(name.split("/")[0].removeprefix("optimizer."), 1.0)
         pieces.append(Piece(name, (3, 5), whole((3, 5)), tensor))
     pieces.append(Piece("optimizer.count/n", (), whole(()), torch.tensor(2**40)))
-    return save(root, step=step, pieces=pieces, meta=META, group=Alone())
+    return save(root, step=step, pieces=pieces, meta=META, group=SingleProcess())
 
 
 def weights(root: Path, step: int) -> Path:
     """A checkpoint of weights alone, as for a model of somebody else's."""
     pieces = [Piece("model/a", (3, 5), whole((3, 5)), torch.ones(3, 5))]
-    return save(root, step=step, pieces=pieces, meta=META, group=Alone())
+    return save(root, step=step, pieces=pieces, meta=META, group=SingleProcess())
 
 
-class One(Alone):
+class One(SingleProcess):
     """A mesh of one process."""
 
     def agree(self, error: str | None) -> str | None:
@@ -44,7 +44,7 @@ class One(Alone):
 
 def chosen(root: Path, **given: Any) -> Any:
     mesh: Any = One()
-    return choose(Config.model_validate(given), root / "checkpoints", mesh)
+    return choose_start_point(Config.model_validate(given), root / "checkpoints", mesh)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -106,6 +106,6 @@ def test_a_copy_in_memory_that_is_newer_than_the_states_is_taken(tmp_path: Path)
 
     memory: Any = SimpleNamespace(newest=newest, forget=lambda step: None, has=copy.__eq__)
     mesh: Any = One()
-    source = choose(Config(), root, mesh, memory=memory)
+    source = choose_start_point(Config(), root, mesh, memory=memory)
     assert source.in_memory
     assert source.checkpoint is copy

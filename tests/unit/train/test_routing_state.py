@@ -16,10 +16,10 @@ TOLD = [8.0, 8.0, 1.0, 0.0, *(3, 1, 2, 2), 8.0, 9.0, 1.0, 2.0, *(0, 7, 9)]
 def test_biases_move_towards_the_mean_of_their_layer() -> None:
     state = RoutingState(EXPERTS, bias_rate=0.5)
     assert state.largest_bias == 0
-    state.move(TOLD)
+    state.update(TOLD)
     assert state.biases[1].tolist() == [-0.5, 0.5, 0, 0]
     assert state.biases[3].tolist() == [0.5, -0.5, -0.5]
-    state.move(TOLD)
+    state.update(TOLD)
     assert state.biases[1].tolist() == [-1, 1, 0, 0]
     assert state.largest_bias == 1
 
@@ -30,14 +30,14 @@ def test_what_moves_ahead_moves_once(here: list[int]) -> None:
     known = [([layer], TOLD) for layer in here]
     waits, ahead = (RoutingState(EXPERTS, bias_rate=0.5, counts=True) for _ in range(2))
     for step in range(3):
-        ahead.keep()
-        ahead.move_ahead(known)
+        ahead.snapshot()
+        ahead.update_speculatively(known)
         for layer, bias in ahead.biases.items():
             assert bias.any() == (step > 0 or layer in here)
         if step == 1:
-            ahead.undo()
+            ahead.restore()
         else:
-            waits.move(TOLD)
+            waits.update(TOLD)
             ahead.confirm(TOLD)
         for one, other in zip(waits.tensors(), ahead.tensors(), strict=True):
             assert one.tensor.equal(other.tensor), (step, one.name)
@@ -46,7 +46,7 @@ def test_what_moves_ahead_moves_once(here: list[int]) -> None:
 @pytest.mark.parametrize("rate", [None, 0.0])
 def test_without_a_rate_nothing_moves(rate: float | None) -> None:
     state = RoutingState(EXPERTS, bias_rate=rate)
-    state.move(TOLD)
+    state.update(TOLD)
     assert state.largest_bias == rate
     assert len(state.entries()) == (0 if rate is None else 2)
 
@@ -57,7 +57,7 @@ def test_choices_of_a_step_are_kept_and_spread_evenly_at_first() -> None:
         1: [1] * 4,
         3: [1] * 3,
     }
-    state.move(TOLD)
+    state.update(TOLD)
     assert state.counts[1].tolist() == [3, 1, 2, 2]
     assert state.counts[3].tolist() == [0, 7, 9]
     assert state.largest_bias is None
@@ -75,13 +75,13 @@ def test_first_choices_are_kept_where_they_are_told() -> None:
     run has kept of all choices is not taken for them."""
     told = [*TOLD[:8], *(0, 1, 2, 1), *TOLD[8:], *(0, 5, 3)]
     state = RoutingState(EXPERTS, bias_rate=0.5, counts=True, first_only=True)
-    state.move(told)
+    state.update(told)
     assert state.counts[1].tolist() == [0, 1, 2, 1]
     assert state.counts[3].tolist() == [0, 5, 3]
     assert state.biases[1].tolist() == [-0.5, 0.5, 0, 0]
     assert state.biases[3].tolist() == [0.5, -0.5, -0.5]
     other = RoutingState(EXPERTS, bias_rate=0.5, counts=True)
-    other.move(TOLD)
+    other.update(TOLD)
     for own in (state, other):
         held = {p.name.removeprefix("model/"): p.tensor.clone() for p in own.tensors()}
         again = RoutingState(EXPERTS, bias_rate=0.5, counts=True, first_only=True)
@@ -93,7 +93,7 @@ def test_first_choices_are_kept_where_they_are_told() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_is_saved_and_loaded(dtype: torch.dtype) -> None:
     state = RoutingState(EXPERTS, bias_rate=0.1, dtype=dtype)
-    state.move(TOLD)
+    state.update(TOLD)
     pieces = list(state.tensors())
     assert [piece.name for piece in pieces] == state.entries()
     assert [piece.name for piece in pieces] == [

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("without_git")
 
 
 def take(folder: Path) -> run_folder.RunFolder:
-    return run_folder.take(folder, cast(ParallelMesh, Mesh(0)), local_rank=0)
+    return run_folder.claim_run_folder(folder, cast(ParallelMesh, Mesh(0)), local_rank=0)
 
 
 @pytest.mark.parametrize("name", run_folder.FILES)
@@ -43,7 +43,7 @@ def test_a_disk_that_is_full_or_fails_is_no_mistake_in_the_configuration(
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for module, name in ((run_folder, "RunLock"), (run_folder, "write_beneath")):
+    for module, name in ((run_folder, "RunLock"), (run_folder, "write_no_symlinks")):
         monkeypatch.setattr(module, name, fail)
     told = f"run.folder: cannot write to {tmp_path}: {os.strerror(number)}"
     for attempt in (
@@ -64,7 +64,7 @@ def test_a_run_that_was_there_before(tmp_path: Path) -> None:
 
 def test_what_a_killed_job_has_left_is_taken_over_and_removed(tmp_path: Path) -> None:
     """Two lines say so, which a log of the run has, and its folder is as that of any other."""
-    killed = replace(heartbeat.Owner.me(), process=2**22 + 1)
+    killed = replace(heartbeat.Owner.this_process(), process=2**22 + 1)
     lock = tmp_path / ".lock.1"
     half = tmp_path / "checkpoints/.staging-00000002-x"
     for folder in (lock, half):

@@ -15,13 +15,13 @@ from unittest import mock
 
 import torch
 
-from megapipe.checkpoint import Alone, Checkpoint, Meta, Piece, save, whole
+from megapipe.checkpoint import Checkpoint, Meta, Piece, SingleProcess, save, whole
 from megapipe.checkpoint.local import LocalPath
 from megapipe.train.callbacks import Run, Wishes
 from megapipe.train.callbacks import saving as callback_saving
-from megapipe.train.callbacks.saving import Clock, Saving
+from megapipe.train.callbacks.saving import Checkpointing, Clock
 from megapipe.train.run_folder import RunFolder
-from megapipe.train.state import Content
+from megapipe.train.state import SaveArguments
 from tests.unit.train.standing_run import STEPS, asked, keeps, reported, result, standing_run, turn
 
 
@@ -31,7 +31,9 @@ def test_checkpoints_are_due_by_steps_by_the_clock_and_at_the_end(tmp_path: Path
     saved: list[tuple[int, bool]] = []
     for rank, decides in ((0, True), (1, False)):
         run = standing_run(tmp_path, rank=rank, settings=settings)
-        saving = Saving(RunFolder(tmp_path), Clock(1e-9), run_id="run", corpus=corpus, order="")
+        saving = Checkpointing(
+            RunFolder(tmp_path), Clock(1e-9), run_id="run", corpus=corpus, order=""
+        )
         assert asked(saving, run, "save") == [3, 6, 9, STEPS]
         assert keeps(saving, run, "save")
         time.sleep(1e-3)
@@ -61,20 +63,20 @@ def made(root: Path, *, step: int, **given: Any) -> Path:
 
 def saving_run(
     folder: Path, background: Background | None = None, **settings: Any
-) -> tuple[Run, Saving]:
+) -> tuple[Run, Checkpointing]:
     """A run that saves by these settings of ``checkpoint``, and what does so."""
     run = standing_run(
         folder,
         settings={"checkpoint": settings},
-        content=lambda step, **_: Content(step, cast(Any, None), iter(()), 0),
+        content=lambda step, **_: SaveArguments(step, cast(Any, None), iter(()), 0),
     )
     cast(Any, run.mesh).store = None
     corpus: Any = SimpleNamespace(digest="", content="", tokenizer="")
     given = {"corpus": corpus, "order": "", "background": cast(Any, background)}
-    return run, Saving(RunFolder(folder), Clock(0), run_id="run", **given)
+    return run, Checkpointing(RunFolder(folder), Clock(0), run_id="run", **given)
 
 
-def kept(saving: Saving) -> str:
+def kept(saving: Checkpointing) -> str:
     """The steps of which there are checkpoints, a digit each."""
     return "".join(sorted(path.name[-1] for path in saving.checkpoints.glob("step-*")))
 
@@ -155,7 +157,7 @@ def test_training_goes_on_while_a_checkpoint_is_looked_at_and_older_ones_are_rem
 
     background = Background()
     run, saving = saving_run(tmp_path, background, keep=1)
-    patches = {"Check": Check, "_remove_all_but_weights": removed}
+    patches = {"AsyncVerify": Check, "_remove_all_but_weights": removed}
     with mock.patch.multiple(callback_saving, **patches):
         after(1, save=True)
         background.ended = True
@@ -212,7 +214,7 @@ def test_a_save_may_begin_while_older_checkpoints_are_removed(tmp_path: Path) ->
     may_remove, remove_all = threading.Event(), callback_saving._remove_all_but_weights
     background = Staging()
     run, saving = saving_run(tmp_path, background, keep=1)
-    with mock.patch.multiple(callback_saving, Check=check, _remove_all_but_weights=late):
+    with mock.patch.multiple(callback_saving, AsyncVerify=check, _remove_all_but_weights=late):
         for step in range(1, 5):
             saving.after_step(run, turn(step, save=True, results=[result(step)]))
         saving._await_removal(run)
@@ -265,7 +267,7 @@ def test_weights_alone_are_neither_counted_nor_removed(tmp_path: Path) -> None:
     meta = Meta(run_id="a", layout={}, coordinates={}, config={})
     pieces = [Piece("model/a", (2,), whole((2,)), torch.ones(2))]
     for step in (1, 8, 9):
-        save(saving.checkpoints, step=step, pieces=pieces, meta=meta, group=Alone())
+        save(saving.checkpoints, step=step, pieces=pieces, meta=meta, group=SingleProcess())
 
     def verified(path: Path, mesh: Any) -> tuple[Any, str]:
         return (Checkpoint.open(path) if path.name[-1] in "189" else WHOLE), ""

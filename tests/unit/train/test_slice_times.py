@@ -16,7 +16,7 @@ from megapipe.engine.recorder import Recorder
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.layout.slice_time import CausalFlops, SliceTime
+from megapipe.layout.slice_time import CausalFlops, SliceCost
 from megapipe.model.gpt.flops import causal_flops
 from megapipe.train import slice_times
 from megapipe.train.slice_times import Slice, fit
@@ -40,7 +40,7 @@ SLICES = [Slice(16 // n, 16 // n * i) for n in (1, 2, 4, 8) for i in range(n)]
 )
 def test_the_numbers_behind_times_are_found(overhead: Fraction, attention: Fraction) -> None:
     flops = flops_of(configure()[0])
-    time = SliceTime(flops, overhead, attention)
+    time = SliceCost(flops, overhead, attention)
     found = fit(flops, {own: 1e-9 * time(*own) for own in SLICES})
     assert found.overhead == pytest.approx(float(overhead), abs=1e-6)
     assert found.attention == pytest.approx(float(attention), abs=1e-6)
@@ -74,7 +74,7 @@ class KnownStage:
 
     split = 1
 
-    def __init__(self, time: SliceTime) -> None:
+    def __init__(self, time: SliceCost) -> None:
         self.time = time
         self.now = 0.0
         self.slices: dict[int, Slice] = {}
@@ -111,7 +111,7 @@ def test_every_slice_is_timed_where_it_is(split: int, monkeypatch: pytest.Monkey
     """The median of five rounds is that of the third; the first, which warms up, does not count."""
     keys = (f"parallel.tp={split}", f"parallel.sequence_parallel={str(split > 1).lower()}")
     config, layout = configure("train.sequence_length=64", "model.heads=4", *keys)
-    stage = KnownStage(SliceTime(flops_of(config), Fraction(9, 2), Fraction(5, 4)))
+    stage = KnownStage(SliceCost(flops_of(config), Fraction(9, 2), Fraction(5, 4)))
     stage.split = split
 
     def recorder(device: torch.device) -> Recorder:

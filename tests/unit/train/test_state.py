@@ -11,20 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint import Alone, Checkpoint, Meta, save
+from megapipe.checkpoint import Checkpoint, Meta, SingleProcess, save
 from megapipe.checkpoint.stateful import Stateful
 from megapipe.checkpoint.writer import Piece
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.optim.scaler import LossScaler
-from megapipe.train.async_training.streaming import Streaming
-from megapipe.train.judge import Judge
-from megapipe.train.moe.expert_maps import ExpertMaps
+from megapipe.train.async_training.streaming import AsyncTraining
+from megapipe.train.judge import AnomalyDetector
+from megapipe.train.moe.expert_maps import ExpertRebalancer
 from megapipe.train.state import RunState
 from megapipe.train.step.data import StepData
-from megapipe.util.left_out import LeftOut
+from megapipe.util.left_out import SkippedSamples
 
 MEMBERS: dict[str, type[Stateful]] = {
-    each.name: each for each in (StepData, Judge, LossScaler, ExpertMaps, Streaming)
+    each.name: each
+    for each in (StepData, AnomalyDetector, LossScaler, ExpertRebalancer, AsyncTraining)
 }
 
 
@@ -76,13 +77,13 @@ def run_of(*members: Stateful) -> RunState:
 
 def stored(folder: Path, pieces: Iterable[Piece] = (), **coordinates: Any) -> Checkpoint:
     meta = Meta(run_id="a-run", layout={}, coordinates={"samples": 24, **coordinates}, config={})
-    return Checkpoint.open(save(folder, step=3, pieces=pieces, meta=meta, group=Alone()))
+    return Checkpoint.open(save(folder, step=3, pieces=pieces, meta=meta, group=SingleProcess()))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "taken"),
     [
-        ("left_out", [[5, 7], [1, 2]], LeftOut(((1, 2), (5, 7)))),
+        ("left_out", [[5, 7], [1, 2]], SkippedSamples(((1, 2), (5, 7)))),
         ("judged", {"skipped": 2}, {"skipped": 2}),
         ("loss_scale", {"scale": 8.0, "good_steps": 3}, {"scale": 8.0, "good_steps": 3.0}),
         ("owners", {"0": [1, 0]}, {"0": [1, 0]}),

@@ -17,14 +17,14 @@ from megapipe.schedule.generators.registry import build
 from megapipe.train.callbacks import Run, Step
 from megapipe.train.callbacks.reports import Reports
 from megapipe.train.callbacks.stragglers import SETTLING, StragglerWatch
-from megapipe.train.own_times import OwnTimes
-from megapipe.watch.own_time import OwnTime
+from megapipe.train.own_times import ComputeTimes
+from megapipe.watch.own_time import ComputeTime
 from tests.unit.train.standing_run import Mesh, reported, result, standing_run
 
 EVERY = 8
 
 
-def timed(own: OwnTime, operation: Callable[[], None]) -> None:
+def timed(own: ComputeTime, operation: Callable[[], None]) -> None:
     """Run an operation as the engine does."""
     if own.on:
         own.operation(operation)
@@ -74,7 +74,7 @@ class Job:
         run = standing_run(folder, rank=rank, world=grid.pp, settings=settings_of(grid), **step)
         self.run: Run = replace(run, mesh=self.mesh)  # type: ignore[arg-type]
         clock = Clock()
-        own, line = self.mesh.journal.own_time, self.mesh.journal.line("peers", [0, 1])
+        own, line = self.mesh.journal.own_time, self.mesh.journal.counter("peers", [0, 1])
         own.stamp = lambda: clock.now
 
         def operation() -> None:
@@ -236,8 +236,8 @@ class Event:
 def test_on_a_gpu_only_what_it_has_come_to_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     journal = Mesh(0).journal
-    own = OwnTimes(journal.own_time, torch.device("cuda"))
-    line = journal.line("peers", [0, 1])
+    own = ComputeTimes(journal.own_time, torch.device("cuda"))
+    line = journal.counter("peers", [0, 1])
     waits: Sequence[int] = (1, 2, 3)
     for count in waits:
         with own.step():
@@ -263,7 +263,7 @@ def test_on_a_gpu_only_what_it_has_come_to_is_read(monkeypatch: pytest.MonkeyPat
 
 def test_a_step_that_fails_is_not_timed() -> None:
     journal = Mesh(0).journal
-    own = OwnTimes(journal.own_time, torch.device("cpu"))
+    own = ComputeTimes(journal.own_time, torch.device("cpu"))
 
     def fails() -> None:
         raise ZeroDivisionError

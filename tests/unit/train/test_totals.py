@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megapipe.distributed.mesh import Axis, sum_in_pairs
 from megapipe.layers.scratch import Scratch
-from megapipe.train.feed import Counted
-from megapipe.train.step.own_totals import own_loss
-from megapipe.train.totals import Totals, Wishes
+from megapipe.train.feed import LocalTokens
+from megapipe.train.step.own_totals import local_loss
+from megapipe.train.totals import StepStats, Wishes
 
 SQUARES = (1.0, 4.0, 20.0)
 """Of two stages and the tied embedding."""
@@ -26,20 +26,20 @@ VALUES = st.floats(0, 1e300) | st.just(math.inf) | st.just(math.nan)
 
 def test_what_is_packed_is_unpacked() -> None:
     for wishes in map(Wishes._make, itertools.product((False, True), repeat=3)):
-        totals = Totals(SQUARES, 3.5, 7, wishes, memory_gib=0.25)
-        assert Totals.unpack(totals.pack()) == totals
+        totals = StepStats(SQUARES, 3.5, 7, wishes, memory_gib=0.25)
+        assert StepStats.unpack(totals.pack()) == totals
 
 
 def test_sums() -> None:
     """Of ranks that hold different stages; two of them were asked to stop."""
-    first = Totals((1.0, 0.0, 20.0), 0.0, 0).pack()
-    second = Totals((0.0, 4.0, 0.0), 3.5, 7, Wishes(stop=True)).pack()
-    both = Totals.unpack(first + second + second)
-    assert both == Totals((1.0, 8.0, 20.0), 7.0, 14, Wishes(stop=True))
+    first = StepStats((1.0, 0.0, 20.0), 0.0, 0).pack()
+    second = StepStats((0.0, 4.0, 0.0), 3.5, 7, Wishes(stop=True)).pack()
+    both = StepStats.unpack(first + second + second)
+    assert both == StepStats((1.0, 8.0, 20.0), 7.0, 14, Wishes(stop=True))
 
 
 def test_norm_and_loss() -> None:
-    totals = Totals(SQUARES, 3.5, 7)
+    totals = StepStats(SQUARES, 3.5, 7)
     assert totals.norm == 5.0
     assert totals.loss == 0.5
     assert totals.finite
@@ -47,12 +47,12 @@ def test_norm_and_loss() -> None:
 
 def test_the_norm_is_added_in_the_order_of_stages() -> None:
     """2^53 swallows a 1, but not two of them added up before."""
-    assert Totals((2.0**53, 1.0, 1.0), 0.0, 1).norm == math.sqrt(2.0**53)
-    assert Totals((1.0, 1.0, 2.0**53), 0.0, 1).norm == math.sqrt(2.0**53 + 2)
+    assert StepStats((2.0**53, 1.0, 1.0), 0.0, 1).norm == math.sqrt(2.0**53)
+    assert StepStats((1.0, 1.0, 2.0**53), 0.0, 1).norm == math.sqrt(2.0**53 + 2)
 
 
 def test_no_tokens_make_a_loss_of_zero() -> None:
-    assert Totals(SQUARES, 0.0, 0).loss == 0.0
+    assert StepStats(SQUARES, 0.0, 0).loss == 0.0
 
 
 @pytest.mark.parametrize("wrong", [math.inf, math.nan])
@@ -68,14 +68,14 @@ def test_no_tokens_make_a_loss_of_zero() -> None:
 )
 def test_where_it_is_not_finite(wrong: float, at: tuple[int, ...], text: str) -> None:
     squares = tuple(wrong if i in at else square for i, square in enumerate(SQUARES))
-    totals = Totals(squares, 1.0, 1)
+    totals = StepStats(squares, 1.0, 1)
     assert totals.finite is not bool(at)
     assert totals.not_finite() == text
 
 
 @pytest.mark.parametrize("wrong", [math.inf, math.nan])
 def test_a_loss_that_is_not_finite(wrong: float) -> None:
-    assert not Totals(SQUARES, wrong, 1).finite
+    assert not StepStats(SQUARES, wrong, 1).finite
 
 
 @pytest.mark.parametrize("loss", [3.5, math.inf, math.nan])
@@ -90,8 +90,8 @@ def test_the_first_tp_rank_counts_a_loss_and_all_tell_one_that_is_not_finite(
         last=SimpleNamespace(loss_sums={(0, 0): torch.tensor([loss], dtype=torch.float64)}),
     )
     scratches = [Scratch()]
-    given = Counted(7, (3, 4), [torch.tensor([1.5, 2.0])], scratches)
-    total, counted = own_loss(step, given)
+    given = LocalTokens(7, (3, 4), [torch.tensor([1.5, 2.0])], scratches)
+    total, counted = local_loss(step, given)
     first = index == 0
     assert math.isfinite(total.item()) == math.isfinite(loss)
     assert not math.isfinite(loss) or total.item() == loss * first
@@ -101,7 +101,7 @@ def test_the_first_tp_rank_counts_a_loss_and_all_tell_one_that_is_not_finite(
 
 
 def test_squares_whose_sum_overflows_are_not_finite() -> None:
-    assert not Totals((1e308, 1e308, 0.0), 0.0, 1).finite
+    assert not StepStats((1e308, 1e308, 0.0), 0.0, 1).finite
 
 
 @given(st.data(), COUNTS, COUNTS)
@@ -110,11 +110,11 @@ def test_what_a_part_of_the_ranks_forbids_the_whole_does(
 ) -> None:
     """No sum over more ranks, in whichever order, has a smaller norm, or is finite again."""
     rows = [
-        Totals(tuple(data.draw(VALUES) for _ in range(buckets)), 0.0, 0).pack()
+        StepStats(tuple(data.draw(VALUES) for _ in range(buckets)), 0.0, 0).pack()
         for _ in range(ranks)
     ]
-    whole = Totals.unpack(sum_in_pairs(torch.stack(rows)))
+    whole = StepStats.unpack(sum_in_pairs(torch.stack(rows)))
     for row in rows:
-        part = Totals.unpack(row)
+        part = StepStats.unpack(row)
         assert part.finite or not whole.finite
         assert not part.norm > whole.norm

@@ -8,13 +8,13 @@ import weakref
 
 import pytest
 
-from megapipe.util.answers import Mute, within
+from megapipe.util.answers import NoAnswer, call_with_timeout
 
 
 def test_a_call_that_comes_back() -> None:
-    assert within(5, lambda: "result") == "result"
-    assert within(5, lambda: None) is None
-    assert within(5, lambda: threading.current_thread().daemon)
+    assert call_with_timeout(5, lambda: "result") == "result"
+    assert call_with_timeout(5, lambda: None) is None
+    assert call_with_timeout(5, lambda: threading.current_thread().daemon)
 
 
 @pytest.mark.parametrize("error", [ValueError("why"), TimeoutError("its own"), SystemExit(3)])
@@ -23,14 +23,14 @@ def test_a_call_that_fails(error: BaseException) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        within(5, fail)
+        call_with_timeout(5, fail)
     assert caught.value is error
 
 
 def test_a_call_that_does_neither() -> None:
     over, began = threading.Event(), time.monotonic()
-    with pytest.raises(Mute, match=r"^no answer in 0\.2 s$"):
-        within(0.2, over.wait)
+    with pytest.raises(NoAnswer, match=r"^no answer in 0\.2 s$"):
+        call_with_timeout(0.2, over.wait)
     assert time.monotonic() - began >= 0.2
     over.set()
 
@@ -56,6 +56,6 @@ def test_a_call_that_came_back_is_held_by_no_thread(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(threading, "Thread", LateThread)
     call = Call()
     seen = weakref.ref(call)
-    assert within(5, call) == 1
+    assert call_with_timeout(5, call) == 1
     del call
     assert seen() is None

@@ -30,7 +30,7 @@ from megapipe.train.auto import FILE, AutoSchedule
 from megapipe.train.callbacks import Step, exporting
 from megapipe.train.callbacks.reports import Reports
 from megapipe.util import heartbeat
-from megapipe.util.beneath import make_folder, open_beneath, write_beneath
+from megapipe.util.beneath import make_folder, open_no_symlinks, write_no_symlinks
 from megapipe.watch import monitor, rank
 from tests.parity.outside import make_outside, untouched
 from tests.unit.train.standing_run import reported, result, standing_run
@@ -53,17 +53,17 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_files_and_folders_are_made(run: Path, tmp_path: Path) -> None:
-    write_beneath(run, "a/b/c.txt", "ä")
-    write_beneath(run, "a/b/c.txt", "ö")
-    with open_beneath(run, "a/b/c.txt", "ab", buffering=0) as file:
+    write_no_symlinks(run, "a/b/c.txt", "ä")
+    write_no_symlinks(run, "a/b/c.txt", "ö")
+    with open_no_symlinks(run, "a/b/c.txt", "ab", buffering=0) as file:
         file.write(b"!")
     assert (run / "a/b/c.txt").read_text(encoding="utf-8") == "ö!"
     assert make_folder(tmp_path / "new", "x/y") == tmp_path / "new/x/y"
     assert make_folder(tmp_path / "new", "x/y").is_dir()
     with pytest.raises(NotADirectoryError):
-        write_beneath(run, "a/b/c.txt/d", "")
+        write_no_symlinks(run, "a/b/c.txt/d", "")
     with pytest.raises(FileNotFoundError):
-        write_beneath(tmp_path / "gone", "d", "")
+        write_no_symlinks(tmp_path / "gone", "d", "")
     assert (run / "a/b/c.txt").stat().st_mode & 0o111 == 0
 
 
@@ -72,7 +72,7 @@ def test_a_file_that_is_a_link(target: str, run: Path, outside: Path) -> None:
     (run / "x").symlink_to(outside.parent / target)
     for mode in ("w", "ab", "a+b", "xb", "r+b"):
         with pytest.raises(OSError, match=f"{run / 'x'} {WORDS}"):
-            open_beneath(run, "x", mode)
+            open_no_symlinks(run, "x", mode)
     assert untouched(outside)
 
 
@@ -82,7 +82,7 @@ def test_a_folder_on_the_way_that_is_a_link(depth: int, run: Path, outside: Path
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(outside)
     with pytest.raises(OSError, match=f"{link} {WORDS}"):
-        write_beneath(run, "a/b/file", "x")
+        write_no_symlinks(run, "a/b/file", "x")
     with pytest.raises(OSError, match=f"{link} {WORDS}"):
         make_folder(run, "a/b")
     assert untouched(outside)
@@ -97,14 +97,14 @@ def test_a_link_that_is_made_after_the_look_is_not_followed(
     (run / "folder").symlink_to(outside)
     for name in ("file", "folder/file"):
         with pytest.raises(OSError, match=r"Too many levels|Not a directory"):
-            write_beneath(run, name, "x")
+            write_no_symlinks(run, name, "x")
     assert untouched(outside)
 
 
 def test_the_folder_itself_may_be_a_link(run: Path, tmp_path: Path) -> None:
     """A run that lies on another disk."""
     (tmp_path / "linked").symlink_to(run)
-    write_beneath(tmp_path / "linked", "a/b", "x")
+    write_no_symlinks(tmp_path / "linked", "a/b", "x")
     make_folder(tmp_path / "linked", "c")
     assert (run / "a/b").read_text() == "x"
     taken = run_folder.RunFolder(tmp_path / "linked")
@@ -190,7 +190,7 @@ def watched(run: Path) -> None:
 
 
 def recorded(run: Path) -> None:
-    mine = rank.Watch.__new__(rank.Watch)
+    mine = rank.RankWatch.__new__(rank.RankWatch)
     mine._rank, mine._flight_record = 0, lambda: b"flight"
     mine._write_flight_record(str(run / "hangs/now-here"))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.util.left_out import LeftOut
+from megapipe.util.left_out import SkippedSamples
 
 RANGES = st.lists(
     st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda r: (r[0], r[0] + r[1])), max_size=5
@@ -23,16 +23,16 @@ def taken(ranges: list[tuple[int, int]], count: int) -> list[int]:
 
 @given(RANGES, st.integers(0, 60), st.integers(0, 20))
 def test_the_numbers_that_are_left(ranges: list[tuple[int, int]], start: int, count: int) -> None:
-    left_out = LeftOut.of(ranges)
+    left_out = SkippedSamples.of(ranges)
     expected = taken(ranges, start + count + 1)
-    assert left_out.number(start) == expected[start]
+    assert left_out.number_after(start) == expected[start]
     assert list(left_out.numbers(start, count)) == expected[start : start + count]
     assert all(b < c for (_, b), (c, _) in itertools.pairwise(left_out.ranges))
 
 
 @given(RANGES, st.integers(0, 60))
 def test_what_is_left_out_from_a_number_on(ranges: list[tuple[int, int]], number: int) -> None:
-    late = LeftOut.of(ranges).since(number)
+    late = SkippedSamples.of(ranges).since(number)
     gone = {n for a, b in late.ranges for n in range(a, b)}
     assert gone == {n for a, b in ranges for n in range(a, b) if n >= number}
 
@@ -46,13 +46,13 @@ def test_parts_of_what_is_taken(ranges: list[tuple[int, int]], count: int) -> No
 
     numbers = taken(ranges, count)
     expected = [sum(n % 3 == part for n in numbers) for part in range(3)]
-    assert LeftOut.of(ranges).counts(before, count) == expected
+    assert SkippedSamples.of(ranges).counts(before, count) == expected
 
 
 def test_what_a_checkpoint_has_of_it() -> None:
-    found = LeftOut.stored([[8, 12], [2, 4], [4, 6]])
-    assert found == LeftOut(((2, 6), (8, 12)))
+    found = SkippedSamples.stored([[8, 12], [2, 4], [4, 6]])
+    assert found == SkippedSamples(((2, 6), (8, 12)))
     assert str(found) == "[[2,6],[8,12]]"
     for wrong in (3, {"a": 1}, [[1]], [[4, 4]], [[-1, 2]], [["a", "b"]], [[True, 2]]):
         with pytest.raises(ValueError, match="expected pairs"):
-            LeftOut.stored(wrong)
+            SkippedSamples.stored(wrong)

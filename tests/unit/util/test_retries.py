@@ -16,7 +16,7 @@ from megapipe.util.retries import Failed, Operation, ask, unless_absent
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The lines that are told; no wait lasts, but for those for an answer."""
     lines: list[str] = []
-    monkeypatch.setattr(heartbeat, "say", lines.append)
+    monkeypatch.setattr(heartbeat, "print_notice", lines.append)
     monkeypatch.setattr(retries, "sleep", lambda seconds: None)
     return lines
 

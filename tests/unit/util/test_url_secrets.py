@@ -10,7 +10,7 @@ import pytest
 from fsspec.registry import _registry
 
 from megapipe.cli import dump, flatten, parse
-from megapipe.command_line import say
+from megapipe.command_line import print_error
 from megapipe.config import strict_yaml
 from megapipe.config.data import DataConfig
 from megapipe.data.commands import main as prepare_data
@@ -93,7 +93,7 @@ def test_no_error_and_no_note_has_it(capsys: pytest.CaptureFixture[str]) -> None
     error = DataError(f"data.source={SIGNED}: gone")
     error.__cause__ = OSError(f"no answer from {SIGNED}")
     assert SECRET not in str(error)
-    say(error, trace=True)
+    print_error(error, trace=True)
     said = capsys.readouterr().err
     assert "OSError: no answer from https://example.org/texts.txt?***\n" in said
     assert SECRET not in said

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megapipe.watch.culprit import BEATLESS_S, GONE_S, Culprit, View, find, told
-from megapipe.watch.journal import State
+from megapipe.watch.culprit import BEATLESS_S, GONE_S, HangDiagnosis, RankView, describe, diagnose
+from megapipe.watch.journal import JournalState
 
 LIMIT_S = 10.0
 CHANNEL, GROUP = "channel", "group"
@@ -21,21 +21,21 @@ def view(
     gone: bool = False,
     unheard: bool = False,
     step: int = 3,
-) -> View:
+) -> RankView:
     given = {} if line is None else {line: exchange}
-    state = State(
+    state = JournalState(
         7, 9, step, "F stage 0", "pp 0", {**given, **(begun or {})}, line, exchange, heeds, False
     )
-    return View(state, still_s, beatless_s, stopped, "node1", gone, unheard)
+    return RankView(state, still_s, beatless_s, stopped, "node1", gone, unheard)
 
 
 def test_nobody_who_waits_is_no_hang() -> None:
-    assert find({}, LIMIT_S) is None
-    assert find({0: view(), 1: view(stopped=True)}, LIMIT_S) is None, "nobody misses them"
+    assert diagnose({}, LIMIT_S) is None
+    assert diagnose({0: view(), 1: view(stopped=True)}, LIMIT_S) is None, "nobody misses them"
     waits = view(CHANNEL, 1, (0, 1), still_s=LIMIT_S - 0.1)
-    assert find({0: waits, 1: view(stopped=True)}, LIMIT_S) is None, "not yet"
+    assert diagnose({0: waits, 1: view(stopped=True)}, LIMIT_S) is None, "not yet"
     all_suspended = {0: view(CHANNEL, 1, (0, 1), stopped=True), 1: view(stopped=True)}
-    assert find(all_suspended, LIMIT_S) is None
+    assert diagnose(all_suspended, LIMIT_S) is None
 
 
 def test_a_stopped_rank_behind_two_that_wait() -> None:
@@ -46,7 +46,7 @@ def test_a_stopped_rank_behind_two_that_wait() -> None:
         2: view(stopped=True, begun={"b": 1}),
         3: view(still_s=0.0),
     }
-    assert find(views, LIMIT_S) == Culprit(2, "stopped", LIMIT_S, (0, 1))
+    assert diagnose(views, LIMIT_S) == HangDiagnosis(2, "stopped", LIMIT_S, (0, 1))
 
 
 def test_who_holds_the_lock_does_not_count_as_waiting() -> None:
@@ -56,12 +56,12 @@ def test_who_holds_the_lock_does_not_count_as_waiting() -> None:
         1: view("b", 2, (0, 1), begun={"a": 3}, beatless_s=BEATLESS_S),
     }
     views[0].state.begun["b"] = 2
-    assert find(views, LIMIT_S) == Culprit(1, "holds the lock", LIMIT_S, (0,))
+    assert diagnose(views, LIMIT_S) == HangDiagnosis(1, "holds the lock", LIMIT_S, (0,))
 
 
 def test_a_busy_rank() -> None:
     views = {0: view(GROUP, 4, (0, 1, 2)), 1: view(GROUP, 4, (0, 1, 2)), 2: view(begun={GROUP: 3})}
-    assert find(views, LIMIT_S) == Culprit(2, "busy", LIMIT_S, (0, 1))
+    assert diagnose(views, LIMIT_S) == HangDiagnosis(2, "busy", LIMIT_S, (0, 1))
 
 
 def test_a_message_that_was_lost() -> None:
@@ -70,24 +70,26 @@ def test_a_message_that_was_lost() -> None:
         0: view("0<1", 4, (0, 1), begun={"0>1": 3}),
         1: view("0>1", 4, (0, 1), begun={"0<1": 4}),
     }
-    assert find(views, LIMIT_S) == Culprit(1, "sent nothing", LIMIT_S, (0,))
+    assert diagnose(views, LIMIT_S) == HangDiagnosis(1, "sent nothing", LIMIT_S, (0,))
     views[1] = view(begun={"0<1": 4}, stopped=True)
-    assert find(views, LIMIT_S) == Culprit(1, "stopped", LIMIT_S, (0,)), "before it had left"
+    assert diagnose(views, LIMIT_S) == HangDiagnosis(1, "stopped", LIMIT_S, (0,)), (
+        "before it had left"
+    )
 
 
 def test_an_exchange_that_all_have_begun() -> None:
     views = {rank: view(GROUP, 4, (0, 1, 2)) for rank in range(3)}
-    found = find(views, LIMIT_S)
+    found = diagnose(views, LIMIT_S)
     assert found is not None
     assert found.why == "unclear"
-    assert "an exchange that all its members have begun" in told(found, views, LIMIT_S)
+    assert "an exchange that all its members have begun" in describe(found, views, LIMIT_S)
 
 
 def test_a_rank_of_which_nothing_is_known() -> None:
     views = {0: view(CHANNEL, 4, (0, 9))}
-    found = find(views, LIMIT_S)
-    assert found == Culprit(9, "unknown", 0.0, (0,))
-    assert told(found, views, LIMIT_S) == (
+    found = diagnose(views, LIMIT_S)
+    assert found == HangDiagnosis(9, "unknown", 0.0, (0,))
+    assert describe(found, views, LIMIT_S) == (
         "the job hangs: rank 0 waits for rank 9, of which nothing is known, for 10 s "
         "(parallel.timeout_s)"
     )
@@ -99,16 +101,16 @@ def test_a_rank_that_is_gone() -> None:
     gone = view("b", 2, (1, 2), begun={"a": 3}, still_s=GONE_S, beatless_s=GONE_S, gone=True)
     stopped = view(stopped=True, begun={"b": 1}, still_s=GONE_S)
     views = {0: waits, 1: gone, 2: stopped}
-    found = find(views, LIMIT_S)
-    assert found == Culprit(1, "gone", GONE_S, (0,))
-    assert told(found, views, LIMIT_S) == (
+    found = diagnose(views, LIMIT_S)
+    assert found == HangDiagnosis(1, "gone", GONE_S, (0,))
+    assert describe(found, views, LIMIT_S) == (
         "rank 0 lost contact with rank 1 (pp 0; process 7 on node1), whose process has ended "
         "without a word at step 3: F stage 0"
     )
     views[0] = waits._replace(still_s=GONE_S - 0.1)
-    assert find(views, LIMIT_S) is None, "it may hear of it by itself"
+    assert diagnose(views, LIMIT_S) is None, "it may hear of it by itself"
     views = {0: waits, 1: gone._replace(gone=False, stopped=True), 2: stopped}
-    assert find(views, LIMIT_S) is None, "who is there may go on"
+    assert diagnose(views, LIMIT_S) is None, "who is there may go on"
 
 
 def test_a_rank_that_is_gone_when_another_has_lost_contact() -> None:
@@ -116,10 +118,12 @@ def test_a_rank_that_is_gone_when_another_has_lost_contact() -> None:
     lost = view("a", 4, (0, 1, 2), still_s=0.0)
     lost = lost._replace(state=lost.state._replace(lost_contact=True))
     gone = view(still_s=0.5, beatless_s=0.5, gone=True)
-    assert find({0: lost, 1: view(), 2: gone}, LIMIT_S) == Culprit(2, "gone", 0.5, (0,))
-    assert find({0: lost, 1: view(), 2: gone._replace(gone=False)}, LIMIT_S) is None
+    assert diagnose({0: lost, 1: view(), 2: gone}, LIMIT_S) == HangDiagnosis(2, "gone", 0.5, (0,))
+    assert diagnose({0: lost, 1: view(), 2: gone._replace(gone=False)}, LIMIT_S) is None
     silent = gone._replace(gone=False, stopped=True)
-    assert find({0: lost, 1: view(), 2: silent}, LIMIT_S) is None, "a connection to it stays open"
+    assert diagnose({0: lost, 1: view(), 2: silent}, LIMIT_S) is None, (
+        "a connection to it stays open"
+    )
 
 
 def test_a_rank_whose_node_is_not_heard() -> None:
@@ -129,9 +133,9 @@ def test_a_rank_whose_node_is_not_heard() -> None:
         1: view(begun={GROUP: 3}),
         2: view(begun={GROUP: 3}, unheard=True),
     }
-    found = find(views, LIMIT_S)
-    assert found == Culprit(2, "unheard", LIMIT_S, (0,))
-    assert told(found, views, LIMIT_S) == (
+    found = diagnose(views, LIMIT_S)
+    assert found == HangDiagnosis(2, "unheard", LIMIT_S, (0,))
+    assert describe(found, views, LIMIT_S) == (
         "the job hangs: rank 2 (pp 0; process 7 on node1) is on a node of which nothing is heard "
         "any more, for 10 s at step 3: F stage 0; rank 0 waits for it (parallel.timeout_s=10)"
     )
@@ -141,9 +145,9 @@ def test_before_the_first_step_a_rank_may_work_for_as_long_as_it_likes() -> None
     hours = 20 * 3600.0
     works = view(step=0, still_s=hours)
     others = {0: view(step=0, still_s=hours), 2: view(step=0, still_s=hours)}
-    assert find({**others, 1: works}, LIMIT_S) is None
+    assert diagnose({**others, 1: works}, LIMIT_S) is None
     locks = works._replace(beatless_s=hours)
-    assert find({**others, 1: locks}, LIMIT_S) is None, "its code does not let its heart beat"
+    assert diagnose({**others, 1: locks}, LIMIT_S) is None, "its code does not let its heart beat"
 
 
 def test_a_rank_that_is_lost_before_the_first_step() -> None:
@@ -151,17 +155,17 @@ def test_a_rank_that_is_lost_before_the_first_step() -> None:
     works, hours = view(step=0, still_s=3600.0), 3600.0
     for lost, limit_s in (("gone", GONE_S), ("stopped", LIMIT_S), ("unheard", LIMIT_S)):
         silent = view(step=0, still_s=hours, beatless_s=limit_s)._replace(**{lost: True})
-        assert find({0: works, 1: silent}, LIMIT_S) == Culprit(1, lost, limit_s, ())  # type: ignore[arg-type]
+        assert diagnose({0: works, 1: silent}, LIMIT_S) == HangDiagnosis(1, lost, limit_s, ())  # type: ignore[arg-type]
         earlier = silent._replace(beatless_s=limit_s - 0.1)
-        assert find({0: works, 1: earlier}, LIMIT_S) is None
-        assert find({0: silent, 1: silent}, LIMIT_S) is None, "nobody is left"
-    found = Culprit(1, "gone", GONE_S, ())
-    assert told(found, {1: works}, LIMIT_S) == (
+        assert diagnose({0: works, 1: earlier}, LIMIT_S) is None
+        assert diagnose({0: silent, 1: silent}, LIMIT_S) is None, "nobody is left"
+    found = HangDiagnosis(1, "gone", GONE_S, ())
+    assert describe(found, {1: works}, LIMIT_S) == (
         "the job lost contact with rank 1 (pp 0; process 7 on node1), whose process has ended "
         "without a word at F stage 0"
     )
-    found = Culprit(1, "stopped", LIMIT_S, ())
-    assert told(found, {1: works}, LIMIT_S) == (
+    found = HangDiagnosis(1, "stopped", LIMIT_S, ())
+    assert describe(found, {1: works}, LIMIT_S) == (
         "the job hangs: rank 1 (pp 0; process 7 on node1) is stopped by a signal, for 10 s at "
         "F stage 0; the job waits for it (parallel.timeout_s=10)"
     )
@@ -169,9 +173,9 @@ def test_a_rank_that_is_lost_before_the_first_step() -> None:
 
 def test_the_line_for_the_user() -> None:
     views = {0: view("a", 4, (0, 1)), 2: view("a", 4, (1, 2)), 1: view(stopped=True)}
-    found = find(views, LIMIT_S)
+    found = diagnose(views, LIMIT_S)
     assert found is not None
-    assert told(found, views, LIMIT_S) == (
+    assert describe(found, views, LIMIT_S) == (
         "the job hangs: rank 1 (pp 0; process 7 on node1) is stopped by a signal, for 10 s at step "
         "3: F stage 0; ranks 0, 2 wait for it (parallel.timeout_s=10)"
     )

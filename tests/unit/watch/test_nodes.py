@@ -9,19 +9,21 @@ from collections.abc import Callable
 import pytest
 
 from megapipe.watch import nodes
-from megapipe.watch.culprit import View
-from megapipe.watch.journal import State
-from megapipe.watch.nodes import Hub, Spoke
+from megapipe.watch.culprit import RankView
+from megapipe.watch.journal import JournalState
+from megapipe.watch.nodes import MonitorClient, MonitorServer
 
-VIEW = View(State(7, 9, 3, "F", "pp 0", {"a": 2}, "a", 2, (0, 1), False), 4.0, 0.1, False, "node1")
+VIEW = RankView(
+    JournalState(7, 9, 3, "F", "pp 0", {"a": 2}, "a", 2, (0, 1), False), 4.0, 0.1, False, "node1"
+)
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[Hub, tuple[str, int]]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[MonitorServer, tuple[str, int]]:
     monkeypatch.setattr(nodes, "EVERY_S", 0.0)
     listens = socket.create_server(("127.0.0.1", 0))
     address = listens.getsockname()
-    return Hub(listens.detach(), "a word"), address
+    return MonitorServer(listens.detach(), "a word"), address
 
 
 def soon(condition: Callable[[], object]) -> bool:
@@ -31,14 +33,16 @@ def soon(condition: Callable[[], object]) -> bool:
     return bool(condition())
 
 
-def test_views_arrive_and_the_verdict_comes_back(hub: tuple[Hub, tuple[str, int]]) -> None:
+def test_views_arrive_and_the_verdict_comes_back(
+    hub: tuple[MonitorServer, tuple[str, int]],
+) -> None:
     here, address = hub
-    spokes = [Spoke(address, "a word") for _ in range(2)]
+    spokes = [MonitorClient(address, "a word") for _ in range(2)]
     for number, spoke in enumerate(spokes):
         assert spoke.exchange({number: VIEW}) is None
     assert here.views().keys() == {0, 1}
     seen = here.views()[1]
-    assert seen.state == VIEW.state._replace(heeds=[0, 1])  # type: ignore[arg-type]
+    assert seen.state == VIEW.state._replace(waits_for=[0, 1])  # type: ignore[arg-type]
     assert 4.0 <= seen.still_s < 34.0
     assert seen.host == "node1"
     here.tell(None, {7: VIEW})
@@ -52,11 +56,11 @@ def test_views_arrive_and_the_verdict_comes_back(hub: tuple[Hub, tuple[str, int]
 
 
 def test_lost_contact_is_told_at_once(
-    hub: tuple[Hub, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+    hub: tuple[MonitorServer, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, address = hub
     monkeypatch.setattr(nodes, "EVERY_S", 60.0)
-    spoke = Spoke(address, "a word")
+    spoke = MonitorClient(address, "a word")
     spoke.exchange({5: VIEW})
     spoke.exchange({6: VIEW})
     assert here.views().keys() == {5}
@@ -65,18 +69,18 @@ def test_lost_contact_is_told_at_once(
     assert here.views()[6].state.lost_contact
 
 
-def test_a_stranger_is_not_heard(hub: tuple[Hub, tuple[str, int]]) -> None:
+def test_a_stranger_is_not_heard(hub: tuple[MonitorServer, tuple[str, int]]) -> None:
     here, address = hub
-    stranger = Spoke(address, "another word")
+    stranger = MonitorClient(address, "another word")
     assert stranger.exchange({5: VIEW}) is None
     assert not stranger.is_heard
     assert not here.views()
 
 
-def test_the_last_words_of_a_monitor_are_kept(hub: tuple[Hub, tuple[str, int]]) -> None:
+def test_the_last_words_of_a_monitor_are_kept(hub: tuple[MonitorServer, tuple[str, int]]) -> None:
     """Its ranks may be gone, and it ends with them."""
     here, address = hub
-    spoke = Spoke(address, "a word")
+    spoke = MonitorClient(address, "a word")
     spoke.exchange({5: VIEW})
     assert not here.views()[5].unheard
     assert here.is_asked
@@ -90,12 +94,12 @@ def test_the_last_words_of_a_monitor_are_kept(hub: tuple[Hub, tuple[str, int]]) 
 
 
 def test_a_node_that_is_silent(
-    hub: tuple[Hub, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+    hub: tuple[MonitorServer, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection stays open."""
     here, address = hub
     here.tell(None, {2: VIEW})
-    spoke = Spoke(address, "a word")
+    spoke = MonitorClient(address, "a word")
     spoke.exchange({5: VIEW})
     assert not here.views()[5].unheard
     monkeypatch.setattr(nodes, "SILENT_S", 0.0)
@@ -104,11 +108,11 @@ def test_a_node_that_is_silent(
     assert not here.is_asked
 
 
-def test_time_counts_in_which_the_monitor_runs(hub: tuple[Hub, tuple[str, int]]) -> None:
+def test_time_counts_in_which_the_monitor_runs(hub: tuple[MonitorServer, tuple[str, int]]) -> None:
     """A job that was suspended as a whole has heard nothing meanwhile."""
     here, address = hub
     here.tell(None, {2: VIEW})
-    spoke = Spoke(address, "a word")
+    spoke = MonitorClient(address, "a word")
     spoke.exchange({5: VIEW})
     for side, rank in ((here, 5), (spoke, 2)):
         side.look(1.0)
@@ -119,9 +123,9 @@ def test_time_counts_in_which_the_monitor_runs(hub: tuple[Hub, tuple[str, int]])
         assert side.views()[rank].unheard
 
 
-def test_one_that_is_lost_is_tried_again(hub: tuple[Hub, tuple[str, int]]) -> None:
+def test_one_that_is_lost_is_tried_again(hub: tuple[MonitorServer, tuple[str, int]]) -> None:
     here, address = hub
-    spoke = Spoke(address, "a word")
+    spoke = MonitorClient(address, "a word")
     spoke.exchange({5: VIEW})
     assert spoke._connection is not None
     spoke._connection.shutdown(socket.SHUT_RDWR)
@@ -136,21 +140,23 @@ def test_one_that_is_lost_is_tried_again(hub: tuple[Hub, tuple[str, int]]) -> No
     assert [(rank, view.unheard) for rank, view in here.views().items()] == [(6, False)]
 
 
-def test_the_node_of_the_one_that_decides_is_lost(hub: tuple[Hub, tuple[str, int]]) -> None:
+def test_the_node_of_the_one_that_decides_is_lost(
+    hub: tuple[MonitorServer, tuple[str, int]],
+) -> None:
     here, address = hub
     here.tell(None, {2: VIEW})
-    spoke = Spoke(address, "a word")
+    spoke = MonitorClient(address, "a word")
     spoke.exchange({5: VIEW})
     assert not spoke.views()[2].unheard
     here.tell("it ends the connection", {})
     assert spoke.exchange({5: VIEW}) is not None
     assert spoke.exchange({5: VIEW}) is None
     assert not spoke.is_heard
-    spoke = Spoke(address, "another word")
+    spoke = MonitorClient(address, "another word")
     assert not spoke.views(), "nothing was ever told"
 
 
 def test_without_a_hub_each_decides_alone() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        assert not Spoke(free.getsockname(), "a word").is_heard
+        assert not MonitorClient(free.getsockname(), "a word").is_heard

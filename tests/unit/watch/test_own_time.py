@@ -15,7 +15,7 @@ class Clock:
 
 def test_waits_in_operations_are_not_own_time() -> None:
     journal, clock = Journal(), Clock()
-    own, line = journal.own_time, journal.line("peers", [0, 1])
+    own, line = journal.own_time, journal.counter("peers", [0, 1])
     own.stamp = clock
 
     def passes(seconds: int) -> None:
@@ -48,7 +48,7 @@ def test_waits_in_operations_are_not_own_time() -> None:
 def test_an_operation_that_fails_leaves_nothing() -> None:
     """As where its numbers end the step, and the run goes back."""
     journal, clock = Journal(), Clock()
-    own, line = journal.own_time, journal.line("peers", [0, 1])
+    own, line = journal.own_time, journal.counter("peers", [0, 1])
     own.stamp = clock
     own.start()
 

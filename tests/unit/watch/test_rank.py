@@ -9,14 +9,14 @@ from torch.distributed import HashStore
 
 from megapipe.errors import LaunchError
 from megapipe.util.processes import machine
-from megapipe.watch.rank import Watch
+from megapipe.watch.rank import RankWatch
 
 
 def test_a_rank_that_does_not_start_the_monitor_is_named(tmp_path: Path) -> None:
     store = HashStore()
     store.set(f"watch/{machine()}", "3")
     with pytest.raises(LaunchError, match=r"^rank 3 has taken more than 1 s to start "):
-        Watch(
+        RankWatch(
             store,
             0,
             1.0,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megapipe.watch.stragglers import FIRST, UNEVEN, Score, Scorer, Stragglers, Window
+from megapipe.watch.stragglers import FIRST, UNEVEN, Score, Scorer, Stragglers, TimingWindow
 from megapipe.watch.stragglers import STEPS as LEAST
 
 STEPS = 20
@@ -15,11 +15,11 @@ STEPS = 20
 
 def windows(
     *seconds: float, noise: float = 0.02, steps: int = STEPS, seed: int = 0
-) -> list[Window]:
+) -> list[TimingWindow]:
     """Of ranks whose steps take so long, each more or less by a share."""
     draw = random.Random(seed)
     return [
-        Window.of([own * (1 + draw.uniform(-noise, noise)) for _ in range(steps)])
+        TimingWindow.of([own * (1 + draw.uniform(-noise, noise)) for _ in range(steps)])
         for own in seconds
     ]
 
@@ -38,8 +38,8 @@ def values(scores: Sequence[Score]) -> list[float]:
 
 
 def test_a_window_is_its_median_and_its_median_deviation() -> None:
-    assert Window.of([1.0, 2.0, 3.0, 4.0, 100.0]) == Window(3.0, 1.0, 5)
-    assert Window.of([2.0]) == Window(2.0, 0.0, 1)
+    assert TimingWindow.of([1.0, 2.0, 3.0, 4.0, 100.0]) == TimingWindow(3.0, 1.0, 5)
+    assert TimingWindow.of([2.0]) == TimingWindow(2.0, 0.0, 1)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapipe.distributed.collectives import Wait, start_gathering
+from megapipe.distributed.collectives import Wait, start_all_gather_new
 from megapipe.layers.moe.dispatch import Dispatch, Dispatcher, DispatchPlan, Prefetch
 from megapipe.layers.moe.padding import among_choices
-from megapipe.layers.moe.permutation import Counts
+from megapipe.layers.moe.permutation import ExpertCounts
 from megapipe.layers.moe.row_codec import UNCODED, RowCodec
 
 
@@ -20,10 +20,10 @@ from megapipe.layers.moe.row_codec import UNCODED, RowCodec
 class AllGatherDispatcher(Dispatcher):
     """Gathers the tokens of all ranks; results come back as rows."""
 
-    def arrival(self, choice: Tensor, counts: Counts, plan: DispatchPlan) -> Tensor:
+    def arrival(self, choice: Tensor, counts: ExpertCounts, plan: DispatchPlan) -> Tensor:
         """Return which choices of all ranks are of the experts here, by expert."""
         of_each = plan.chunks[0].of_each
-        everyone, wait = start_gathering(choice.contiguous().view(torch.uint8), self.ep)
+        everyone, wait = start_all_gather_new(choice.contiguous().view(torch.uint8), self.ep)
         wait()
         numbers = everyone.view(choice.dtype).int()
         numbers -= of_each * (self.ep.index // self.etp)
@@ -42,7 +42,7 @@ class AllGatherDispatch(Dispatch):
     ranks."""
 
     def dispatch_tokens(self, x: Tensor) -> Prefetch[Tensor]:
-        k, at = self.rows.slots.shape[1], self.rows.at
+        k, at = self.rows.row_of_choice.shape[1], self.rows.at
         codec = self.plan.dispatcher.row_codec
         return _Tokens(self, x, lambda whole, choices: at(whole, choices // k), codec)
 
@@ -55,7 +55,7 @@ class AllGatherDispatch(Dispatch):
         if dispatcher.pad:  # as many rows of each expert and rank
             each = rows.unflatten(0, (len(chunks[number].ends), dispatcher.ep.size, -1))
             return each.transpose(0, 1).flatten(0, 2)
-        source = self.arrival[number] // self.rows.slots.numel()
+        source = self.arrival[number] // self.rows.row_of_choice.numel()
         return rows[source.argsort(stable=True)]
 
 
@@ -75,8 +75,8 @@ class _Tokens:
 
     def start(self, number: int) -> None:
         if number == 0:
-            own = self._codec.coded(self._values)
-            self._gathering.append(start_gathering(own, self._dispatch.plan.dispatcher.ep))
+            own = self._codec.encode(self._values)
+            self._gathering.append(start_all_gather_new(own, self._dispatch.plan.dispatcher.ep))
 
     def start_next_hop(self, number: int) -> None:
         """There is one hop alone."""
@@ -85,5 +85,5 @@ class _Tokens:
         if number == 0:
             coded, wait = self._gathering.pop()
             wait()
-            self._values = self._codec.decoded(coded, self._values.dtype)
+            self._values = self._codec.decode(coded, self._values.dtype)
         return self._take(self._values, self._dispatch.arrival[number])

@@ -13,9 +13,9 @@ from torch import Tensor
 from megapipe.config.experts import ExpertsConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ParallelMesh
-from megapipe.layers.moe.chunks import Chunk
+from megapipe.layers.moe.chunks import ExpertChunk
 from megapipe.layers.moe.dispatch import Dispatch, Dispatcher, DispatchPlan, Prefetch, joined
-from megapipe.layers.moe.permutation import Counts
+from megapipe.layers.moe.permutation import ExpertCounts
 from megapipe.layers.moe.row_codec import UNCODED, RowCodec
 from megapipe.layers.moe.transfer import (
     Moved,
@@ -30,7 +30,7 @@ from megapipe.layers.moe.transfer import (
 class AllToAllDispatcher(Dispatcher):
     """Sends each row to the rank of its expert."""
 
-    def arrival(self, choice: Tensor, counts: Counts, plan: DispatchPlan) -> Tensor:
+    def arrival(self, choice: Tensor, counts: ExpertCounts, plan: DispatchPlan) -> Tensor:
         index, device = self.ep.index, choice.device
         return joined([_expert_order(counts, chunk, index, device) for chunk in plan.chunks])
 
@@ -68,10 +68,10 @@ class AllToAllDispatch(Dispatch):
 
     def dispatch_tokens(self, x: Tensor) -> Prefetch[Tensor]:
         codec = self.plan.dispatcher.row_codec
-        return _Rows(self, lambda part: self.rows.gather(x, part), codec)
+        return _Rows(self, lambda part: self.rows.permute(x, part), codec)
 
     def dispatch_weights(self, values: Tensor) -> Prefetch[Tensor]:
-        return _Rows(self, lambda part: self.rows.of_choices(values, part), UNCODED)
+        return _Rows(self, lambda part: self.rows.permute_weights(values, part), UNCODED)
 
     def to_source_order(self, number: int, rows: Tensor) -> Tensor:
         if self.plan.alone:
@@ -94,11 +94,11 @@ class _Rows:
     def start(self, number: int) -> None:
         dispatcher, chunks = self._dispatch.plan
         ep, etp, chunk = dispatcher.ep, dispatcher.etp, chunks[number]
-        rows = self._part_of(chunk.own)
+        rows = self._part_of(chunk.token_rows)
         if etp > 1:
-            sizes = [chunk.moved(ep.index, member) for member in range(0, ep.size, etp)]
+            sizes = [chunk.rows_between(ep.index, member) for member in range(0, ep.size, etp)]
             rows = torch.cat([part for part in rows.split(sizes) for _ in range(etp)])
-        steps = dispatcher.dispatch_steps(chunk.moved)
+        steps = dispatcher.dispatch_steps(chunk.rows_between)
         self._transfers[number] = Transfer(rows, steps, self._codec, dispatcher.start_exchange)
 
     def start_next_hop(self, number: int) -> None:
@@ -109,13 +109,15 @@ class _Rows:
         return rows if self._dispatch.plan.alone else rows[self._dispatch.arrival[number]]
 
 
-def _expert_order(counts: Counts, chunk: Chunk, index: int, device: torch.device) -> Tensor:
+def _expert_order(
+    counts: ExpertCounts, chunk: ExpertChunk, index: int, device: torch.device
+) -> Tensor:
     """Order the rows that arrive, from one rank after the other, by expert."""
     rows = torch.arange(chunk.ends[-1], device=device)
-    if counts.there is None:  # as many of each rank and expert
-        return rows.view(len(counts.of_ranks), len(chunk.ends), -1).transpose(0, 1).flatten()
+    if counts.on_device is None:  # as many of each rank and expert
+        return rows.view(len(counts.by_rank), len(chunk.ends), -1).transpose(0, 1).flatten()
     first = chunk.of_each * (index // chunk.etp)
     columns = slice(first + chunk.experts.start, first + chunk.experts.stop)
-    stops = counts.there[:, columns].flatten().cumsum(0)  # by source, then expert
+    stops = counts.on_device[:, columns].flatten().cumsum(0)  # by source, then expert
     found = torch.searchsorted(stops, rows, right=True).remainder_(len(chunk.ends))
     return found.argsort(stable=True)

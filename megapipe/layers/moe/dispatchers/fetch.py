@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.collectives import Wait, reduce_scatter, start_gathering
-from megapipe.layers.moe.chunks import Chunk, fetched_chunks
+from megapipe.distributed.collectives import Wait, reduce_scatter, start_all_gather_new
+from megapipe.layers.moe.chunks import ExpertChunk, fetched_chunks
 from megapipe.layers.moe.dispatch import DispatchPlan, Prefetch
 from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
-from megapipe.layers.moe.permutation import Counts
-from megapipe.layers.moe.replicas import ExpertPlaces
+from megapipe.layers.moe.permutation import ExpertCounts
+from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.layers.moe.weights import ExpertGrads, ExpertWeights, Parameters
 from megapipe.layers.parameter import spec_of
 from megapipe.layers.weight_grad import main_grad
@@ -37,22 +37,22 @@ class FetchDispatcher(AllToAllDispatcher):
     def counting(self) -> Axis:
         return Axis.alone()
 
-    def plan(self, counts: Counts, replicas: int) -> DispatchPlan:
+    def plan(self, counts: ExpertCounts, replicas: int) -> DispatchPlan:
         """Plan the chunks of a micro-batch, whose rows stay."""
-        chunks = fetched_chunks(counts.of_ranks[0], self.ep.size // self.etp, self.chunks)
+        chunks = fetched_chunks(counts.by_rank[0], self.ep.size // self.etp, self.chunks)
         return DispatchPlan(AllToAllDispatcher(Axis.alone(), pad=self.pad), chunks)
 
     def weights(
         self,
         parameters: Parameters,
-        chunks: Sequence[Chunk],
-        replicas: ExpertPlaces | None,
+        chunks: Sequence[ExpertChunk],
+        replicas: ExpertReplicas | None,
         *,
         adds_bias: bool,
     ) -> Prefetch[ExpertWeights]:
         return FetchedExperts(parameters, chunks, ExpertGroup(self.ep, self.etp))
 
-    def grads(self, chunks: Sequence[Chunk], replicas: ExpertPlaces | None) -> ExpertGrads:
+    def grads(self, chunks: Sequence[ExpertChunk], replicas: ExpertReplicas | None) -> ExpertGrads:
         return FetchedExpertGrads(ExpertGroup(self.ep, self.etp), chunks)
 
 
@@ -66,7 +66,7 @@ class ExpertGroup:
 
     def start_fetching(self, parameter: Parameter, part: slice) -> tuple[Tensor, Wait]:
         """Begin to gather some experts of each rank."""
-        return start_gathering(parameter.detach()[part], self.ep)
+        return start_all_gather_new(parameter.detach()[part], self.ep)
 
     def unshard(self, gathered: Tensor, parameter: Parameter) -> Tensor:
         """[ranks * experts of each, ...] of parts -> [experts, ...]."""
@@ -91,7 +91,9 @@ class ExpertGroup:
 class FetchedExperts:
     """Weights of the experts of all ranks, chunk by chunk."""
 
-    def __init__(self, parameters: Parameters, chunks: Sequence[Chunk], group: ExpertGroup) -> None:
+    def __init__(
+        self, parameters: Parameters, chunks: Sequence[ExpertChunk], group: ExpertGroup
+    ) -> None:
         self._parameters, self._chunks, self._group = parameters, chunks, group
         self._fetching: dict[int, list[tuple[Tensor, Wait] | None]] = {}
 
@@ -120,7 +122,7 @@ class FetchedExpertGrads(ExpertGrads):
     """Where gradients of fetched experts are added: into memory of their own, in the order of
     chunks, whose sums over ranks go to the ranks that have the experts."""
 
-    def __init__(self, group: ExpertGroup, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, group: ExpertGroup, chunks: Sequence[ExpertChunk]) -> None:
         super().__init__()
         self._group, self._chunks = group, chunks
 

@@ -13,7 +13,7 @@ from megapipe.command_line import phase
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.hf.parts import require
-from megapipe.model.gpt.hf.table import TABLE, Row
+from megapipe.model.gpt.hf.table import TABLE, HFClass
 from megapipe.words import together
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -76,7 +76,7 @@ def config_to_hf(model: ModelConfig, model_type: str | None = None, **extra: Any
     return class_named(row.config_class)(**(keys | extra))
 
 
-def old_keys(row: Row, model: ModelConfig) -> dict[str, Any]:
+def old_keys(row: HFClass, model: ModelConfig) -> dict[str, Any]:
     """Keys of a resolved model's config.json that transformers before 5 needs beside the others,
     which version 5 reads as the same."""
     return {key: value for part in row.parts for key, value in part.write_old(model).items()}
@@ -100,7 +100,7 @@ def has_class(model: ModelConfig) -> bool:
     return model.source is None and any(not list(row.misfits(model)) for row in TABLE.values())
 
 
-def row_of(model: ModelConfig, model_type: str | None = None) -> Row:
+def row_of(model: ModelConfig, model_type: str | None = None) -> HFClass:
     """The class that expresses a resolved model: `model_type`, or the first in the table.
 
     Raises:

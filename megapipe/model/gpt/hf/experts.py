@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from megapipe.config.model import ModelConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.hf.parts import Misfit, Part
+from megapipe.model.gpt.hf.parts import FieldMapping, Misfit
 from megapipe.model.gpt.moe.checks import check_experts
 
 TRAINING = (
@@ -24,7 +24,9 @@ TRAINING = (
 """Fields that change no output of a model."""
 
 
-def _experts(fields: Mapping[str, str], width: str, fixed: Mapping[str, Any], *parts: Part) -> Part:
+def _experts(
+    fields: Mapping[str, str], width: str, fixed: Mapping[str, Any], *parts: FieldMapping
+) -> FieldMapping:
     """A part of a class.
 
     Args:
@@ -72,7 +74,7 @@ def _experts(fields: Mapping[str, str], width: str, fixed: Mapping[str, Any], *p
             if name not in free and getattr(model.moe, name) != wanted:
                 yield Misfit(f"moe.{name}", getattr(model.moe, name), str(wanted))
 
-    return Part(("moe", "ffn_hidden"), read, write, misfits)
+    return FieldMapping(("moe", "ffn_hidden"), read, write, misfits)
 
 
 def _told(config: Any, fields: Mapping[str, str]) -> str:
@@ -102,10 +104,10 @@ def _write_listed(model: ModelConfig) -> dict[str, Any]:
     return {"decoder_sparse_step": every, "mlp_only_layers": dense}
 
 
-_LISTED = Part(("dense_first", "every", "dense_layers"), _read_listed, _write_listed)
+_LISTED = FieldMapping(("dense_first", "every", "dense_layers"), _read_listed, _write_listed)
 """Experts in every so many-th layer, but for those that are named."""
 
-_DENSE_FIRST = Part(
+_DENSE_FIRST = FieldMapping(
     ("dense_first",),
     lambda config: {"dense_first": config.first_k_dense_replace},
     lambda model: {"first_k_dense_replace": model.moe.dense_first},
@@ -133,7 +135,7 @@ def _no_multiple(model: ModelConfig) -> Iterator[Misfit]:
         yield Misfit("moe.shared", model.moe.shared, f"a multiple of model.moe.ffn, {ffn}")
 
 
-_SHARED = Part(("shared",), _read_shared, _write_shared, _no_multiple)
+_SHARED = FieldMapping(("shared",), _read_shared, _write_shared, _no_multiple)
 """The MLP beside the experts is as wide as some of them together."""
 
 
@@ -142,7 +144,9 @@ def _not_biased(model: ModelConfig) -> Iterator[Misfit]:
         yield Misfit("moe.bias_rate", None, "a number, which may be 0")
 
 
-_BIASED = Part(("bias_rate",), lambda config: {"bias_rate": 0.0}, lambda model: {}, _not_biased)
+_BIASED = FieldMapping(
+    ("bias_rate",), lambda config: {"bias_rate": 0.0}, lambda model: {}, _not_biased
+)
 """Experts have biases of the choice. How training moves them is no matter of the class."""
 
 
@@ -152,7 +156,7 @@ def _too_small_groups(model: ModelConfig) -> Iterator[Misfit]:
         yield Misfit("moe.experts", experts, f"twice as many as model.moe.groups={groups}")
 
 
-_GROUPS_OF_TWO = Part((), lambda config: {}, lambda model: {}, _too_small_groups)
+_GROUPS_OF_TWO = FieldMapping((), lambda config: {}, lambda model: {}, _too_small_groups)
 """A group is chosen by its two best experts."""
 
 _ONE_GROUP = {"groups": 1, "group_top_k": 1}

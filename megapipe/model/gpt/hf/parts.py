@@ -21,7 +21,7 @@ def _none(model: ModelConfig) -> Iterator[Misfit]:
     yield from ()
 
 
-class Part(NamedTuple):
+class FieldMapping(NamedTuple):
     """Some fields of the model, and how a class' config has them."""
 
     fields: tuple[str, ...]
@@ -34,25 +34,25 @@ class Part(NamedTuple):
     """Keys that transformers before 5 reads instead of some of the class' keys."""
 
 
-def pairs(**names: str) -> Part:
+def pairs(**names: str) -> FieldMapping:
     """Fields whose values a key has as they are."""
-    return Part(
+    return FieldMapping(
         tuple(names),
         lambda config: {ours: getattr(config, theirs) for ours, theirs in names.items()},
         lambda model: {theirs: getattr(model, ours) for ours, theirs in names.items()},
     )
 
 
-def pair_or(field: str, key: str, default: Any) -> Part:
+def pair_or(field: str, key: str, default: Any) -> FieldMapping:
     """The same of one field, of a class whose configs may lack the key."""
-    return Part(
+    return FieldMapping(
         (field,),
         lambda config: {field: getattr(config, key, default)},
         lambda model: {key: getattr(model, field)},
     )
 
 
-def equal(field: str, *keys: str) -> Part:
+def equal(field: str, *keys: str) -> FieldMapping:
     """A field for which the class has several keys."""
 
     def read(config: Any) -> dict[str, Any]:
@@ -61,10 +61,10 @@ def equal(field: str, *keys: str) -> Part:
             require(config, key, first, f"as {keys[0]}")
         return {field: first}
 
-    return Part((field,), read, lambda model: dict.fromkeys(keys, getattr(model, field)))
+    return FieldMapping((field,), read, lambda model: dict.fromkeys(keys, getattr(model, field)))
 
 
-def activation(key: str, names: Mapping[str, str]) -> Part:
+def activation(key: str, names: Mapping[str, str]) -> FieldMapping:
     """The activation function, `names` being ours by theirs; of several the first is written."""
 
     def read(config: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def activation(key: str, names: Mapping[str, str]) -> Part:
             known = " or ".join(sorted(set(names.values())))
             yield Misfit("activation", model.activation, known)
 
-    return Part(("activation",), read, write, misfits)
+    return FieldMapping(("activation",), read, write, misfits)
 
 
 def _read_whole_heads(config: Any) -> dict[str, Any]:
@@ -105,7 +105,9 @@ def _other_width(model: ModelConfig) -> Iterator[Misfit]:
         yield Misfit("heads x model.head_dim", width, str(model.hidden))
 
 
-WHOLE_HEADS = Part(("kv_heads", "head_dim"), _read_whole_heads, lambda model: {}, _split_heads)
+WHOLE_HEADS = FieldMapping(
+    ("kv_heads", "head_dim"), _read_whole_heads, lambda model: {}, _split_heads
+)
 """Of a class without such keys: each query head has keys of its own, and all heads together have
 the width of the model."""
 
@@ -139,7 +141,7 @@ APART_HEADS_OR_SHARED_OUT = APART_HEADS._replace(
 """The same, of a class whose configs may lack the key for the width of a head: then it is that of
 the model by the heads."""
 
-GROUPED_WHOLE_HEADS = Part(
+GROUPED_WHOLE_HEADS = FieldMapping(
     ("kv_heads", "head_dim"),
     lambda config: {
         "kv_heads": config.num_key_value_heads,
@@ -186,7 +188,7 @@ def _layer_types(layers: int, every: int | None) -> list[str]:
     return ["full_attention" if full else "sliding_attention" for full in is_full]
 
 
-WINDOWS = Part(("window", "full_attention_every"), _read_layers, _write_layers)
+WINDOWS = FieldMapping(("window", "full_attention_every"), _read_layers, _write_layers)
 """Of a class whose layers have windows or not."""
 
 
@@ -207,7 +209,7 @@ def _read_scale(config: Any) -> dict[str, Any]:
     return {"attention_scale": None if scalar == config.head_dim else scalar**-0.5}
 
 
-QUERY_SCALE = Part(
+QUERY_SCALE = FieldMapping(
     ("attention_scale",),
     _read_scale,
     lambda model: {"query_pre_attn_scalar": _query_scalar(model)},
@@ -216,13 +218,13 @@ QUERY_SCALE = Part(
 """Of a class that has the number whose root products are divided by."""
 
 
-def of_hidden(field: str, value: Callable[[int], Any], words: str) -> Part:
+def of_hidden(field: str, value: Callable[[int], Any], words: str) -> FieldMapping:
     """A field without a key, which is `value` of the width of the model."""
 
     def misfits(model: ModelConfig) -> Iterator[Misfit]:
         if getattr(model, field) != value(model.hidden):
             yield Misfit(field, getattr(model, field), f"{value(model.hidden)} ({words})")
 
-    return Part(
+    return FieldMapping(
         (field,), lambda config: {field: value(config.hidden_size)}, lambda model: {}, misfits
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.hf.parts import Misfit, Part
+from megapipe.model.gpt.hf.parts import FieldMapping, Misfit
 
 _TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _KEYS = {
@@ -83,7 +83,7 @@ def _read_partial(config: Any) -> dict[str, Any]:
     return {**read_rope(config.rope_parameters, config.model_type), "rotary_share": share}
 
 
-PARTIAL_ROPE = Part(
+PARTIAL_ROPE = FieldMapping(
     (*FIELDS, "rotary_share"),
     _read_partial,
     lambda model: {"rope_parameters": {**write_rope(model), _SHARE: model.rotary_share}},
@@ -128,7 +128,7 @@ def _without_local_base(model: ModelConfig) -> Iterator[Misfit]:
         yield Misfit("rotary_local_base", None, "a number")
 
 
-ROPE_BY_WINDOW = Part(
+ROPE_BY_WINDOW = FieldMapping(
     (*FIELDS, "rotary_local_base"),
     _read_both,
     _write_both,
@@ -137,7 +137,7 @@ ROPE_BY_WINDOW = Part(
 )
 """Of a class that has rope parameters for layers with a window and for those without."""
 
-ROPE = Part(
+ROPE = FieldMapping(
     FIELDS,
     lambda config: _read_whole(config.rope_parameters, config.model_type),
     lambda model: {"rope_parameters": write_rope(model)},

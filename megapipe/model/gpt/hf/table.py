@@ -20,8 +20,8 @@ from megapipe.model.gpt.hf.parts import (
     QUERY_SCALE,
     WHOLE_HEADS,
     WINDOWS,
+    FieldMapping,
     Misfit,
-    Part,
     activation,
     equal,
     of_hidden,
@@ -30,7 +30,7 @@ from megapipe.model.gpt.hf.parts import (
 )
 from megapipe.model.gpt.hf.rope import PARTIAL_ROPE, ROPE, ROPE_BY_WINDOW
 
-Arrangement = Literal["same", "transposed", "apart", "blocks", "stacked", "pairs", "joined"]
+TensorLayout = Literal["same", "transposed", "apart", "blocks", "stacked", "pairs", "joined"]
 """Of the values of one of our tensors: the same rows; [in, out]; q, k and v as tensors of their
 own; in one as blocks q | k | v and transposed; gate and up, or experts, as tensors of their own;
 gate and up of each expert as tensors of their own; in one tensor that has them as its rows."""
@@ -41,7 +41,7 @@ class Tensors(NamedTuple):
 
     names: tuple[str, ...]
     """With {} for the number of an expert, of which each has these."""
-    arrangement: Arrangement = "same"
+    arrangement: TensorLayout = "same"
     whole: bool = False
     """The names are those of tensors: nothing is added for weight and bias."""
 
@@ -53,7 +53,7 @@ class Tensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class HFClass:
     """A class of Hugging Face's, all of whose names are here."""
 
     model_type: str
@@ -68,7 +68,7 @@ class Row:
     """Name of the list of layers."""
     layer: Mapping[str, Tensors]
     """Names in a layer of a state dict, by ours."""
-    parts: tuple[Part, ...]
+    parts: tuple[FieldMapping, ...]
     fixed: Mapping[str, Any]
     """Fields that are no default, and that the class always has so."""
     required: Mapping[str, Any] = field(default_factory=dict)
@@ -162,7 +162,7 @@ _EXPERTS_IN_FILES = {
     "moe.down": Tensors(("mlp.experts.{}.down_proj",), "stacked"),
 }
 
-_GPT2 = Row(
+_GPT2 = HFClass(
     "gpt2",
     "GPT2Config",
     "GPT2LMHeadModel",
@@ -207,7 +207,7 @@ _GPT2 = Row(
     },
 )
 
-_LLAMA = Row(
+_LLAMA = HFClass(
     "llama",
     "LlamaConfig",
     "LlamaForCausalLM",
@@ -339,7 +339,7 @@ _MEGATRON_MLP = {
     "mlp.down": Tensors(("mlp.dense_4h_to_h",)),
 }
 
-_NEOX = Row(
+_NEOX = HFClass(
     "gpt_neox",
     "GPTNeoXConfig",
     "GPTNeoXForCausalLM",
@@ -380,7 +380,7 @@ _NEOX = Row(
     files={"head": Tensors(("embed_out",))},
 )
 
-_BLOOM = Row(
+_BLOOM = HFClass(
     "bloom",
     "BloomConfig",
     "BloomForCausalLM",

@@ -17,7 +17,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.errors import CheckpointError
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.hf.config import row_of
-from megapipe.model.gpt.hf.table import Arrangement, Row
+from megapipe.model.gpt.hf.table import HFClass, TensorLayout
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, buffers, known, stage_parameters
 from megapipe.model.partition import StageSpec
 
@@ -92,7 +92,7 @@ def from_hf(
     return params
 
 
-def full_names(row: Row, names: Iterable[str]) -> dict[str, str]:
+def full_names(row: HFClass, names: Iterable[str]) -> dict[str, str]:
     """The class' full name of each of a file's `names`, without those of buffers of old files."""
     known_as = (row.prefix, f"{row.modules['head']}.")
     found = {}
@@ -124,7 +124,7 @@ def _refuse_rest(tensors: dict[str, Tensor]) -> None:
         )
 
 
-class Way(NamedTuple):
+class TensorTransform(NamedTuple):
     """From one tensor of ours to those of a class, and back."""
 
     split: Callable[[Tensor, ModelConfig], tuple[Tensor, ...]]
@@ -148,19 +148,21 @@ def _join_qkv(parts: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
 
 
 _WAYS = {
-    "same": Way(lambda tensor, _: (tensor,), lambda parts, _: parts[0]),
-    "transposed": Way(lambda tensor, _: (tensor.t(),), lambda parts, _: parts[0].t()),
-    "apart": Way(_split_qkv, _join_qkv),
-    "blocks": Way(
+    "same": TensorTransform(lambda tensor, _: (tensor,), lambda parts, _: parts[0]),
+    "transposed": TensorTransform(lambda tensor, _: (tensor.t(),), lambda parts, _: parts[0].t()),
+    "apart": TensorTransform(_split_qkv, _join_qkv),
+    "blocks": TensorTransform(
         lambda tensor, model: (torch.cat(_split_qkv(tensor, model)).t(),),
         lambda parts, model: _join_qkv(parts[0].t().chunk(3), model),
     ),
-    "stacked": Way(lambda tensor, _: tensor.unbind(), lambda parts, _: torch.stack(parts)),
-    "pairs": Way(
+    "stacked": TensorTransform(
+        lambda tensor, _: tensor.unbind(), lambda parts, _: torch.stack(parts)
+    ),
+    "pairs": TensorTransform(
         lambda tensor, _: tensor.flatten(0, 1).unbind(),
         lambda parts, _: torch.stack(parts).unflatten(0, (-1, 2)),
     ),
-    "joined": Way(
+    "joined": TensorTransform(
         lambda tensor, _: (tensor.flatten(1, 2),),
         lambda parts, _: parts[0].unflatten(1, (2, -1)),
     ),
@@ -168,18 +170,18 @@ _WAYS = {
 """By arrangement; a vector is its own transpose."""
 
 
-class Entry(NamedTuple):
+class TensorMapping(NamedTuple):
     """One global tensor, and its counterparts."""
 
     name: str
     shape: tuple[int, ...]
     hf_names: tuple[str, ...]
-    arrangement: Arrangement
+    arrangement: TensorLayout
     is_buffer: bool = False
     """It is no parameter, and keeps its type where the model's is narrower."""
 
     @property
-    def way(self) -> Way:
+    def way(self) -> TensorTransform:
         """How the values are arranged anew."""
         return _WAYS[self.arrangement]
 
@@ -189,13 +191,13 @@ class Entry(NamedTuple):
         return [tuple(part.shape) for part in parts]
 
 
-def entries(row: Row, model: ModelConfig, *, in_files: bool = True) -> Iterator[Entry]:
+def entries(row: HFClass, model: ModelConfig, *, in_files: bool = True) -> Iterator[TensorMapping]:
     """Every global tensor of a resolved model, with those of files or of a state dict."""
     for each in _tensors(model):
         yield _entry(row, each, in_files=in_files)
 
 
-def entries_in(row: Row, model: ModelConfig, given: Collection[str]) -> Iterator[Entry]:
+def entries_in(row: HFClass, model: ModelConfig, given: Collection[str]) -> Iterator[TensorMapping]:
     """The same, with counterparts as those tensors are called that somebody has."""
     for each in _tensors(model):
         found = _entry(row, each, in_files=True)
@@ -217,8 +219,8 @@ def _tensors(model: ModelConfig) -> Iterator[_Tensor]:
         yield _Tensor(name.removeprefix("model/"), shape, True)
 
 
-def _entry(row: Row, of: _Tensor, *, in_files: bool) -> Entry:
+def _entry(row: HFClass, of: _Tensor, *, in_files: bool) -> TensorMapping:
     module, _, kind = of.name.rpartition(".")
     tensors = row.counterpart(of.name if of.is_buffer else module, in_files=in_files)
     names = tensors.of_kind(kind, of.shape[0])
-    return Entry(of.name, of.shape, names, tensors.arrangement, of.is_buffer)
+    return TensorMapping(of.name, of.shape, names, tensors.arrangement, of.is_buffer)

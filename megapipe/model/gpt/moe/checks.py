@@ -8,7 +8,7 @@ from megapipe.config.strict_yaml import text_of
 from megapipe.config.unused_keys import check_effects
 from megapipe.errors import ConfigError
 from megapipe.util.user_code import is_user_code
-from megapipe.words import choices, counted, ranges
+from megapipe.words import count_noun, divisors_hint, ranges
 
 
 def check_experts(model: ModelConfig) -> None:
@@ -26,15 +26,16 @@ def check_experts(model: ModelConfig) -> None:
         )
     if isinstance(moe.experts, list) and len(moe.experts) != len(layers):
         raise ConfigError(
-            f"model.moe.experts={text_of(moe.experts)} has {counted(len(moe.experts), 'number')}: "
-            f"expected {len(layers)}, one for each layer with experts ({ranges(layers)})"
+            f"model.moe.experts={text_of(moe.experts)} has "
+            f"{count_noun(len(moe.experts), 'number')}: expected {len(layers)}, one for each layer "
+            f"with experts ({ranges(layers)})"
         )
     for layer in layers:
         experts = moe.experts_of(layer)
         if experts % moe.groups:
             raise ConfigError(
                 f"{experts_in(moe, layer)} is not divisible by model.moe.groups={moe.groups}: "
-                f"{choices('groups', experts, moe.groups)}"
+                f"{divisors_hint('groups', experts, moe.groups)}"
             )
     groups = moe.group_top_k or moe.groups
     if groups > moe.groups:

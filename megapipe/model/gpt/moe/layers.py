@@ -27,17 +27,17 @@ def routing_of(moe: MoEConfig, layer: int) -> Routing:
         group_top_k=moe.group_top_k,
         capacity=moe.capacity,
         drop=moe.drop,
-        balance=moe.balance,
+        aux_loss_coeff=moe.balance,
         scope=moe.balance_scope,
         first_only=moe.balance_choices == "first",
-        z=moe.z,
+        z_loss_coeff=moe.z,
         jitter=moe.jitter,
         random_second=moe.second == "random",
-        biased=moe.bias_rate is not None,
+        has_expert_bias=moe.bias_rate is not None,
     )
 
 
-def mixture_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
+def moe_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     """The parameters of a layer's experts, of their router and of what is beside them. Expert
     matrices are [experts, f, h], with a gate [experts, 2, f, h], and [experts, h, f]."""
     moe, h, std, bias = model.moe, model.hidden, model.init_std, model.bias

@@ -5,18 +5,18 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
-from megapipe.layers.linear import ColumnParallelLinear, on_every_rank
+from megapipe.layers.linear import ColumnParallelLinear, replicated_linear
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.moe.experts import Experts
+from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.parameter import Sharding
-from megapipe.layers.recompute import Keeping, keep
+from megapipe.layers.recompute import SavePolicy, save_all
 from megapipe.model.gpt.mlp import MLP
 from megapipe.model.gpt.moe.layers import routing_of
 from megapipe.model.gpt.parameters import Named, layer_of
 from megapipe.ops.activation import Activate
 
 
-class Mixture(nn.Module):
+class MoELayer(nn.Module):
     """[s, b, h] -> [s, b, h]: y = experts(x) + shared(x), if there is a shared MLP.
 
     With a sigmoid gate that is experts(x) + sigmoid(g x) shared(x), with softmax and c the two
@@ -27,7 +27,7 @@ class Mixture(nn.Module):
         super().__init__()
         moe, name = config.moe, f"layers.{layer}.moe"
         self.kind = moe.shared_gate
-        self.experts = Experts(
+        self.experts = RoutedExperts(
             sharding,
             layer,
             routing_of(moe, layer),
@@ -36,14 +36,14 @@ class Mixture(nn.Module):
             layer_of(named, f"{name}.up"),
             layer_of(named, f"{name}.down"),
         )
-        self.of_experts: Keeping = keep
+        self.of_experts: SavePolicy = save_all
         """How what the experts' backward needs is kept."""
         self.shared: MLP | None = None
         self.gate: ColumnParallelLinear | None = None
         if moe.shared is not None:
             self.shared = MLP(sharding, config, f"{name}.shared", named)
         if self.kind != "none":
-            self.gate = on_every_rank(sharding, named[f"{name}.shared_gate.weight"])
+            self.gate = replicated_linear(sharding, named[f"{name}.shared_gate.weight"])
 
     def forward(self, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
         """With `graph_only` the output has no value."""

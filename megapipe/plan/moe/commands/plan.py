@@ -28,10 +28,16 @@ from megapipe.plan.listing import add_forms, print_list
 from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.moe.commands.recorded import LOG, Choices, recorded
 from megapipe.plan.moe.commands.simulate import layer_of
-from megapipe.plan.moe.placement import POLICIES, Costs, Judged, judge, steps_between
+from megapipe.plan.moe.placement import (
+    POLICIES,
+    Costs,
+    PlacementScore,
+    score_placements,
+    steps_between,
+)
 from megapipe.plan.units import Units
 from megapipe.schedule.commands.arguments import count, none_or_more, write
-from megapipe.words import counted, print_folded, table
+from megapipe.words import count_noun, print_folded, table
 
 PURPOSE = "which ranks should have which experts, by those that a run has chosen"
 HEADINGS = ("layer", "policy", "before", "after", "copies", "moved", "a step", "ms")
@@ -84,7 +90,7 @@ def run(given: argparse.Namespace) -> None:
     for layer in layers:
         begin = ExpertMap.even(layout.model.experts()[layer], layout.ep, given.slots)
         pool = pools.get(layer, ())
-        found += judge(layer, traces[layer], begin, pool, costs[layer], policies)
+        found += score_placements(layer, traces[layer], begin, pool, costs[layer], policies)
     if not print_list(given, [each._asdict() for each in found]):
         number = len(traces[layers[0]])
         print_folded(
@@ -105,13 +111,14 @@ def traces_of(
         other = next((counts for counts in own.values() if len(counts) != experts), None)
         if other is not None:
             raise ConfigError(
-                f"{path}: layer {layer} has {counted(len(other), 'expert')}: expected {experts}, "
-                "those of model.moe.experts"
+                f"{path}: layer {layer} has {count_noun(len(other), 'expert')}: expected "
+                f"{experts}, those of model.moe.experts"
             )
         if len(own) < 2:
             raise ConfigError(
-                f"{path}: {counted(len(own), 'step')} with the choices of layer {layer}: expected "
-                "2 or more, of which each is the reason for the next; see log.experts_every"
+                f"{path}: {count_noun(len(own), 'step')} with the choices of layer {layer}: "
+                "expected 2 or more, of which each is the reason for the next; see "
+                "log.experts_every"
             )
         found[layer] = own
     return found
@@ -138,7 +145,7 @@ def pools_of(
     }
 
 
-def _row(each: Judged) -> list[str]:
+def _row(each: PlacementScore) -> list[str]:
     return [
         str(each.layer),
         each.policy,

@@ -24,11 +24,11 @@ from megapipe.plan.commands.arguments import add_keys
 from megapipe.plan.demand import milliseconds, size_text
 from megapipe.plan.listing import add_forms, print_list
 from megapipe.plan.measurements import BY_UNITS
-from megapipe.plan.moe.choice import Cost, costs
-from megapipe.plan.moe.time import Assumed
+from megapipe.plan.moe.choice import DispatchCost, costs
+from megapipe.plan.moe.time import AssumedCosts
 from megapipe.plan.units import Units
 from megapipe.schedule.commands.arguments import count, none_or_more, number
-from megapipe.words import choices, print_folded, ranges, table
+from megapipe.words import divisors_hint, print_folded, ranges, table
 
 PURPOSE = "all ways to exchange rows with experts, with what they cost"
 HEADINGS = (
@@ -65,7 +65,7 @@ def run(given: argparse.Namespace) -> None:
     config, layout = resolve(parse(given.keys).config, None, None, measure=BY_UNITS)
     layer = layer_of(layout, given.layer)
     latency = config.parallel.latency_us if given.latency_us is None else given.latency_us
-    assumed = Assumed(float(latency) / 1e6, float(given.copy_gb_s))
+    assumed = AssumedCosts(float(latency) / 1e6, float(given.copy_gb_s))
     found = costs(Units(config, layout), known_speeds(config), layer, assumed)
     if not print_list(given, [plain(cost) for cost in found]):
         print_folded(
@@ -87,7 +87,7 @@ def layer_of(layout: Layout, given: int | None) -> int:
     if layout.ep_ranks == 1:
         block = layout.dp_cp * layout.tp
         raise ConfigError(
-            f"parallel.ep=1 splits no experts: {choices('ep', block, 2)}"
+            f"parallel.ep=1 splits no experts: {divisors_hint('ep', block, 2)}"
             if block > 1
             else "parallel.ep=1 splits no experts: expected more, over parallel.dp x cp x tp"
         )
@@ -98,7 +98,7 @@ def layer_of(layout: Layout, given: int | None) -> int:
     return given
 
 
-def in_training(found: Sequence[Cost], own: ExpertsConfig) -> str:
+def in_training(found: Sequence[DispatchCost], own: ExpertsConfig) -> str:
     """The fastest of what a run does, and the place of the configured one among these."""
     ways = [(cost.dispatch, cost.chunks) for cost in found if cost.trained]
     dispatch, chunks = ways[0]
@@ -112,7 +112,7 @@ def in_training(found: Sequence[Cost], own: ExpertsConfig) -> str:
     )
 
 
-def plain(cost: Cost) -> dict[str, Any]:
+def plain(cost: DispatchCost) -> dict[str, Any]:
     """A way with its costs, in bytes and seconds."""
     told = cost._asdict()
     for name in ("seconds", "exposed"):
@@ -120,7 +120,7 @@ def plain(cost: Cost) -> dict[str, Any]:
     return told
 
 
-def _row(cost: Cost) -> list[str]:
+def _row(cost: DispatchCost) -> list[str]:
     return [
         cost.dispatch,
         str(cost.chunks),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import megapipe.data.indices.samples as module
-from megapipe.data.indices import Counts, sample_index
+from megapipe.data.indices import EpochCounts, sample_index
 from megapipe.data.split import split_ranges
 from megapipe.errors import ConfigError, DataError
 
@@ -70,22 +70,26 @@ def test_rows_of_more_documents_than_int32_can_number() -> None:
 
 
 def test_counts() -> None:
-    assert Counts.of(100, 10, None) == Counts(1, 9, None)
-    assert Counts.of(101, 10, 10) == Counts(1, 10, None)
-    assert Counts.of(101, 10, 11) == Counts(2, 20, 10), "1 of the 10 samples of the last epoch"
-    assert Counts.of(101, 10, 17) == Counts(2, 20, 10)
-    assert Counts.of(101, 10, 18) == Counts(2, 20, None), "8 are 80 %"
-    assert Counts.of(2, 10, 3) == Counts(16, 3, None)
-    assert Counts.of(5, 10, None, keep_last=True) == Counts(1, 1, None)
-    assert Counts.of(2**25 + 2, 2**20, None, keep_last=True).samples == 32, "in single precision"
+    assert EpochCounts.of(100, 10, None) == EpochCounts(1, 9, None)
+    assert EpochCounts.of(101, 10, 10) == EpochCounts(1, 10, None)
+    assert EpochCounts.of(101, 10, 11) == EpochCounts(2, 20, 10), (
+        "1 of the 10 samples of the last epoch"
+    )
+    assert EpochCounts.of(101, 10, 17) == EpochCounts(2, 20, 10)
+    assert EpochCounts.of(101, 10, 18) == EpochCounts(2, 20, None), "8 are 80 %"
+    assert EpochCounts.of(2, 10, 3) == EpochCounts(16, 3, None)
+    assert EpochCounts.of(5, 10, None, keep_last=True) == EpochCounts(1, 1, None)
+    assert EpochCounts.of(2**25 + 2, 2**20, None, keep_last=True).samples == 32, (
+        "in single precision"
+    )
     for epochs in range(2, 7):
         for wanted in range(1, 60):
-            counts = Counts.of(13, epochs, wanted)
+            counts = EpochCounts.of(13, epochs, wanted)
             assert counts.samples >= wanted
             assert (counts.epochs - 1) * 13 < wanted * epochs + 1 <= counts.epochs * 13
     for tokens, wanted in ((0, 5), (1, 5), (10, None)):
         with pytest.raises(DataError, match=f"{tokens} tokens, but a sample needs 11"):
-            Counts.of(tokens, 10, wanted)
+            EpochCounts.of(tokens, 10, wanted)
 
 
 def test_splits() -> None:

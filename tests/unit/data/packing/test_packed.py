@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megapipe.data.dataset import Stream
-from megapipe.data.packing import PackedDataset, Rule, index, open_packing
+from megapipe.data.packing import PackedDataset, PackingRule, index, open_packing
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import token_type
 from megapipe.errors import DataError
@@ -29,7 +29,7 @@ def write(prefix: Path, lengths: tuple[int, ...] = LENGTHS) -> TokenFile:
 
 def dataset(folder: Path, sequences: range | None = None, length: int = L) -> PackedDataset:
     file = write(folder / "x")
-    packing = open_packing(Stream.of(file, sequences), Rule(length), folder / "cache")
+    packing = open_packing(Stream.of(file, sequences), PackingRule(length), folder / "cache")
     return PackedDataset(file, packing, length, EOD)
 
 
@@ -113,15 +113,15 @@ def test_it_is_made_once_and_checked(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "cache").iterdir()
     made = folder.stat().st_mtime_ns
     stream = Stream.of(TokenFile(tmp_path / "x"))
-    again = open_packing(stream, Rule(L), tmp_path / "cache")
+    again = open_packing(stream, PackingRule(L), tmp_path / "cache")
     assert all(a[:].tolist() == b[:].tolist() for a, b in zip(first, again, strict=True))
     assert folder.stat().st_mtime_ns == made
     np.save(folder / "starts.npy", np.zeros(3, "<i8"))
     with pytest.raises(DataError, match=r"starts\.npy is damaged: bytes 0 to 152 are not"):
-        open_packing(stream, Rule(L), tmp_path / "cache")
+        open_packing(stream, PackingRule(L), tmp_path / "cache")
     np.save(folder / "starts.npy", np.zeros(3, "<i4"))
     with pytest.raises(DataError, match=r"starts.npy has shape \(3,\) of int32, not"):
-        open_packing(stream, Rule(L), tmp_path / "cache")
+        open_packing(stream, PackingRule(L), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("length", [0, 9, L + 1])
@@ -130,7 +130,7 @@ def test_an_older_one_without_checksums_that_is_damaged(tmp_path: Path, length: 
     (folder,) = tmp_path.glob("cache/packing-*")
     (folder / "lengths.npy.crc").unlink()
     np.save(folder / "lengths.npy", np.full(len(packed.packing.lengths), length, "<i4"))
-    packing = open_packing(Stream.of(packed.file), Rule(L), tmp_path / "cache")
+    packing = open_packing(Stream.of(packed.file), PackingRule(L), tmp_path / "cache")
     again = PackedDataset(packed.file, packing, L, EOD)
     with pytest.raises(DataError, match=r"is damaged: sample \d+ has pieces of \d+ positions in a"):
         [again.labelled(number) for number in range(len(again))]
@@ -141,7 +141,7 @@ def test_another_file_of_that_name_is_packed_anew(tmp_path: Path) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"x.{suffix}").unlink()
     file = write(tmp_path / "x", (5, 5))
-    packing = open_packing(Stream.of(file), Rule(L), tmp_path / "cache")
+    packing = open_packing(Stream.of(file), PackingRule(L), tmp_path / "cache")
     assert packing.lengths[:].tolist() == [4, 4]
 
 
@@ -149,5 +149,5 @@ def test_another_file_of_that_name_is_packed_anew(tmp_path: Path) -> None:
 def test_nothing_to_pack(tmp_path: Path, lengths: tuple[int, ...]) -> None:
     file = write(tmp_path / "x", lengths)
     with pytest.raises(DataError, match=r"x\.bin has no document of 2 tokens or more to pack"):
-        open_packing(Stream.of(file), Rule(L), tmp_path / "cache")
+        open_packing(Stream.of(file), PackingRule(L), tmp_path / "cache")
     assert not [path for path in tmp_path.glob("cache/*") if not path.name.startswith(".")]

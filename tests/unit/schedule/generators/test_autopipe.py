@@ -79,7 +79,7 @@ def test_peak_is_that_of_1f1b():
         schedule = build("autopipe", ranks=ranks, microbatches=microbatches)
         report = validate(schedule)
         assert report.bitwise_order
-        assert report.peak_held == schedule.held_limit
+        assert report.peak_held == schedule.activation_bound
         assert schedule.whole_microbatches == microbatches
         for rank, ops in enumerate(schedule.ops):
             held = peak = Fraction(0)

@@ -7,7 +7,7 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import build
-from megapipe.schedule.memory import messages, peak_held, weight_copies
+from megapipe.schedule.memory import messages, peak_held, weight_replicas
 from tests.unit.schedule.schedule_times import check_all_sizes, idle, lines, timeline
 
 TIMES = [(1, 1), (1, 2), (2, 1), (2, 3)]
@@ -58,7 +58,7 @@ def test_gems_comes_to_the_surveys_bubble(p):
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_gems_memory(p):
     assert peak_held(gems(p, 7)) == (1,) * p
-    assert weight_copies(gems(p, 7)) == (2,) * p
+    assert weight_replicas(gems(p, 7)) == (2,) * p
 
 
 def test_bitpipe_table():
@@ -106,7 +106,7 @@ def test_bitpipe_against_its_parents_in_numbers():
 def test_bitpipe_memory_and_messages(p, chunks):
     schedule = bitpipe(p, 2 * p, chunks)
     assert peak_held(schedule) == (p,) * p
-    assert weight_copies(schedule) == (2,) * p
+    assert weight_replicas(schedule) == (2,) * p
     turns = chunks - 1
     assert messages(schedule) == 2 * 2 * p * (chunks * p - 1 - turns)
 

@@ -6,7 +6,7 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import build
-from megapipe.schedule.generators.blocks import Block, alive, drop_weights, peak, repeat
+from megapipe.schedule.generators.blocks import BuildingBlock, alive, drop_weights, peak, repeat
 from megapipe.schedule.generators.v_family import (
     one_f_one_b_v_block,
     v_half_block,
@@ -32,7 +32,7 @@ def hopping(ranks, forward, backward, kinds=(Kind.I, Kind.W), behind=0):
         slots[Op(kinds[0], rank, 0)] = back
         if len(kinds) > 1:
             slots[Op(kinds[1], rank, 0)] = back + 1 + 3 * behind * rank
-    return Block(loop(ranks), 3, slots)
+    return BuildingBlock(loop(ranks), 3, slots)
 
 
 def looping(ranks, chunks, forward, backward, kinds):
@@ -45,7 +45,7 @@ def looping(ranks, chunks, forward, backward, kinds):
         back = turn + backward * (ranks - 1 - rank) + place
         for after, kind in enumerate(kinds):
             slots[Op(kind, (chunks - 1 - chunk) * ranks + rank, microbatch)] = back + after
-    return Block(loop(ranks, chunks), 3 * chunks * ranks, slots)
+    return BuildingBlock(loop(ranks, chunks), 3 * chunks * ranks, slots)
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -113,7 +113,7 @@ def test_weights_go_to_the_first_free_slots_after_their_inputs():
 def test_no_slot_left_for_a_weight_gradient():
     slots = {Op(Kind.F, 0, 0): 0, Op(Kind.I, 0, 0): 1}
     with pytest.raises(ScheduleError, match="rank 0 has no free slot for 0W0 in a period of 2"):
-        drop_weights(Block(loop(1), 2, slots))
+        drop_weights(BuildingBlock(loop(1), 2, slots))
 
 
 def test_peaks_need_weight_gradients():
@@ -137,5 +137,5 @@ def test_peaks_need_weight_gradients():
 def test_what_is_no_block(change, message):
     slots = {(Kind.F, 0): 0, (Kind.F, 1): 1, (Kind.B, 1): 2, (Kind.B, 0): 4} | change
     with pytest.raises(ScheduleError, match=message) as caught:
-        Block(loop(2), 3, {Op(*op, 0): at for op, at in slots.items() if at is not None})
+        BuildingBlock(loop(2), 3, {Op(*op, 0): at for op, at in slots.items() if at is not None})
     assert "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.memory import peak_held, weight_copies
+from megapipe.schedule.memory import peak_held, weight_replicas
 from tests.unit.schedule.schedule_times import check_all_sizes, idle, lines, timeline
 
 NAMES = ["chimera", "chimera_forward_doubling", "chimera_backward_halving"]
@@ -88,7 +88,7 @@ def test_more_pairs(p, pairs):
         schedule = chimera(p, units * p, pairs=pairs)
         assert idle(schedule, F=1, B=1) == p // pairs - 2
         assert idle(schedule, F=1, B=2) == (units + 1) * (p // pairs - 2)
-        assert weight_copies(schedule) == (2 * pairs,) * p
+        assert weight_replicas(schedule) == (2 * pairs,) * p
 
 
 @pytest.mark.parametrize("p", [2, 4, 6, 8, 16])

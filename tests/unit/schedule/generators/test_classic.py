@@ -77,7 +77,7 @@ def test_other_names_of_1f1b(alias):
 def test_interleaved(p, m, chunks):
     schedule = build("interleaved_1f1b", ranks=p, microbatches=m, chunks=chunks)
     assert timeline(schedule).bubble_ideal == Fraction(p - 1, chunks * m)
-    for rank, held in enumerate(schedule.held_limit):
+    for rank, held in enumerate(schedule.activation_bound):
         assert held <= 2 * (p - rank - 1) + (chunks - 1) * p + 1
     assert messages(schedule) == 2 * m * (p * chunks - 1)
 
@@ -104,7 +104,7 @@ def test_gpipe_on_two_directions():
         "0F0 0F2 1F1 1B1 0B0 0B2",
         "0F1 1F0 1F2 1B0 1B2 0B1",
     ]
-    assert validate(schedule).peak_held == schedule.held_limit == (3, 3)
+    assert validate(schedule).peak_held == schedule.activation_bound == (3, 3)
 
 
 def test_gpipe_on_slices():
@@ -132,7 +132,7 @@ def test_gpipe_on_anything(placement, slices):
     )
     report = validate(schedule)
     assert report.bitwise_order
-    assert report.peak_held == schedule.held_limit
+    assert report.peak_held == schedule.activation_bound
     assert report.ops == 2 * placement.stages * 5 * slices
     assert schedule.whole_microbatches == 3
 

@@ -9,7 +9,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.memory import peak_held, weight_copies
+from megapipe.schedule.memory import peak_held, weight_replicas
 from megapipe.schedule.timing.simulate import simulate
 from tests.unit.schedule.schedule_times import check_all_sizes, lines
 
@@ -114,10 +114,10 @@ def test_idle_time_at_unequal_times(name, p):
 def test_memory(p):
     schedule, folded = dualpipe(p, 2 * p), dualpipe_v(p, 2 * p)
     assert max(peak_held(schedule)) == p + 1
-    assert max(folded.held_limit) == 2 * p + 1
+    assert max(folded.activation_bound) == 2 * p + 1
     assert max(peak_held(folded)) == p + Fraction(1, 2)
-    assert weight_copies(schedule) == (2,) * p
-    assert weight_copies(folded) == (1,) * p
+    assert weight_replicas(schedule) == (2,) * p
+    assert weight_replicas(folded) == (1,) * p
 
 
 def test_below_and_between_the_published_sizes():

@@ -6,7 +6,7 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import build
-from megapipe.schedule.memory import messages, peak_held, weight_copies
+from megapipe.schedule.memory import messages, peak_held, weight_replicas
 from tests.unit.schedule.schedule_times import check_all_sizes, idle, lines, timeline
 
 TIMES = [(1, 1), (1, 2), (2, 1), (2, 3)]
@@ -66,7 +66,7 @@ def test_memory_and_messages(p, waves):
     few, enough = (hanayo(p, m, 2 * waves) for m in (p, 2 * p))
     assert peak_held(few)[-1] == p
     assert peak_held(enough) == (p,) * p
-    assert weight_copies(enough) == (1,) * p
+    assert weight_replicas(enough) == (1,) * p
     turns = 2 * waves - 1
     assert messages(enough) == 2 * 2 * p * (2 * waves * p - 1 - turns)
 

@@ -52,7 +52,7 @@ def test_megatron_tables(sizes, chunks):
         assert schedule.rank_ops(rank) == megatron(rank, ranks, microbatches, chunks, group)
         total = microbatches * chunks
         warmup = 2 * (ranks - 1 - rank) + (chunks - 1) * group
-        assert schedule.held_limit[rank] == min(total, warmup + 1)
+        assert schedule.activation_bound[rank] == min(total, warmup + 1)
 
 
 def test_published_order_table():

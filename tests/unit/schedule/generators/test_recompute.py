@@ -84,7 +84,7 @@ def test_one_activation_at_a_time_and_a_recomputation_for_each_backward(name):
         schedule = build(name, ranks=ranks, microbatches=microbatches)
         report = validate(schedule)
         assert report.bitwise_order
-        assert report.peak_held == schedule.held_limit == (1,) * ranks
+        assert report.peak_held == schedule.activation_bound == (1,) * ranks
         assert schedule.recompute == frozenset(range(ranks - 1))
         for rank in range(ranks):
             ops = schedule.rank_ops(rank)

@@ -7,8 +7,8 @@ import pytest
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import build
 from megapipe.schedule.lower import lower
-from megapipe.schedule.memory import messages, weight_copies
-from megapipe.schedule.program import Do
+from megapipe.schedule.memory import messages, weight_replicas
+from megapipe.schedule.program import ActionKind
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import to_csv
 from tests.unit.schedule.schedule_times import timeline
@@ -60,7 +60,7 @@ def test_a_micro_batch_takes_its_turn_forward_and_backward(replicas):
         assert all(home[op.stage, op.microbatch] == rank for op in schedule.rank_ops(rank))
     for program in lower(schedule):
         for action in program.actions:
-            if action.do == Do.SEND:
+            if action.do == ActionKind.SEND:
                 ends = {home[stage, action.microbatch] for stage in range(len(replicas))}
                 assert {program.rank, action.peer} <= ends
 
@@ -75,11 +75,11 @@ def test_ranks_with_equal_work_are_idle_as_in_1f1b_at_most(replicas):
         times = timeline(schedule, F=1, B=2)
         assert times.busy == tuple([3 * m] * p)
         assert times.makespan <= 3 * (m + p - 1)
-        assert validate(schedule).peak_held == schedule.held_limit
+        assert validate(schedule).peak_held == schedule.activation_bound
         if len(replicas) <= 2:
-            assert schedule.held_limit[0] == min(-(-p // replicas[0]), m // replicas[0])
+            assert schedule.activation_bound[0] == min(-(-p // replicas[0]), m // replicas[0])
         assert messages(schedule) == 2 * m * (len(replicas) - 1)
-    assert weight_copies(schedule) == tuple(count for count in replicas for _ in range(count))
+    assert weight_replicas(schedule) == tuple(count for count in replicas for _ in range(count))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_seq1f1b_warm_up_and_peak():
             assert warmup_of(schedule.rank_ops(rank)) == min(wanted, total - 1)
         report = validate(schedule)
         assert report.bitwise_order
-        assert report.peak_held == schedule.held_limit
+        assert report.peak_held == schedule.activation_bound
         assert report.peak_held == tuple(min(ranks - 1 - r + slices, total) for r in range(ranks))
 
 
@@ -126,7 +126,7 @@ def test_interleaved_runs_at_every_size():
             )
             report = validate(schedule)
             assert report.bitwise_order
-            assert report.peak_held == schedule.held_limit
+            assert report.peak_held == schedule.activation_bound
 
 
 LEGAL = [
@@ -156,7 +156,7 @@ def test_interleaved_bubble_peak_and_published_warm_up():
         assert [warmup_of(schedule.rank_ops(rank)) for rank in range(ranks)] == [
             min(warmup, total - 1) for warmup in warmups
         ]
-        assert schedule.held_limit == tuple(min(warmup + 1, total) for warmup in warmups)
+        assert schedule.activation_bound == tuple(min(warmup + 1, total) for warmup in warmups)
 
 
 def with_warmups(schedule, warmups):
@@ -168,7 +168,7 @@ def with_warmups(schedule, warmups):
         later = zip_longest(forwards[warmup:], backwards)
         pairs = [code for pair in later for code in pair if code is not None]
         ops.append(packed([*forwards[:warmup], *pairs]))
-    return replace(schedule, ops=tuple(ops), held_limit=None)
+    return replace(schedule, ops=tuple(ops), activation_bound=None)
 
 
 @pytest.mark.parametrize(

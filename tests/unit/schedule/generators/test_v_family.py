@@ -11,7 +11,7 @@ from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
 from megapipe.schedule.generators.zb_v import rank_ops
 from megapipe.schedule.ir import Kind, Schedule
-from megapipe.schedule.memory import messages, peak_held, weight_copies
+from megapipe.schedule.memory import messages, peak_held, weight_replicas
 from megapipe.schedule.placement import vee
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.timing.simulate import simulate
@@ -139,7 +139,7 @@ def test_input_and_loss_are_on_rank_0_and_messages_double(name):
     schedule = build(name, ranks=4, microbatches=9)
     assert schedule.placement == vee(4)
     assert (schedule.placement.rank_of(0), schedule.placement.rank_of(7)) == (0, 0)
-    assert weight_copies(schedule) == (1,) * 4
+    assert weight_replicas(schedule) == (1,) * 4
     assert messages(schedule) == 2 * messages(build("1f1b", ranks=4, microbatches=9))
 
 
@@ -156,7 +156,7 @@ def test_at_a_cost_no_schedule_is_longer_nor_holds_more(name, data):
     plain = build(name, ranks=p, microbatches=m)
     made = build(name, ranks=p, microbatches=m, cost=cost)
     assert simulate(made, cost).makespan <= simulate(plain, cost).makespan
-    assert max(made.held_limit) <= max(plain.held_limit)
+    assert max(made.activation_bound) <= max(plain.activation_bound)
     assert validate(made).bitwise_order
 
 

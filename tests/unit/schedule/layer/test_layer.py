@@ -10,7 +10,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.moe_layer.search import RULES, by_rule, fastest, in_turns, with_reductions
+from megapipe.schedule.moe_layer.search import (
+    RULES,
+    by_rule,
+    fastest,
+    training_order,
+    with_reductions,
+)
 from megapipe.schedule.moe_layer.tasks import Resource, Step, Task, What, chunked
 from megapipe.schedule.moe_layer.times import Order, by_priority, in_order
 
@@ -110,14 +116,14 @@ def test_rules_differ() -> None:
 
 def test_in_turns() -> None:
     """As training does it: a chunk is under way when one is computed, at two hops two of them."""
-    flat = in_turns(chunked(drawn(FLAT, 0), 4))
+    flat = training_order(chunked(drawn(FLAT, 0), 4))
     names = [(task.what[0], task.chunk) for task in flat.tasks]
     link = [names[number] for number in flat.order["network"]]
     turns = ["d0", "d1", "c0", "d2", "c1", "d3", "c2", "c3"]
     assert [f"{what}{chunk}" for what, chunk in link] == turns
     device = [f"{names[number][0]}{names[number][1]}" for number in flat.order["compute"]]
     assert device == ["e0", "e1", "d0", "e0", "e2", "d1", "e1", "e3", "d2", "e2", "d3", "e3"]
-    two = in_turns(chunked(drawn(TWO_HOPS, 0), 3))
+    two = training_order(chunked(drawn(TWO_HOPS, 0), 3))
     names = [(task.what[0], task.chunk) for task in two.tasks]
     orders = {link: [names[n] for n in two.order[link]] for link in ("node", "network")}
     assert ["".join(map(str, each)) for each in orders["node"]] == [
@@ -139,7 +145,7 @@ def test_what_arrives_at_once_is_computed_in_chunks() -> None:
         Step("experts", "compute", 6.0),
         Step("combine", "network", 2.0),
     ]
-    timed = in_turns(chunked(steps, 2))
+    timed = training_order(chunked(steps, 2))
     assert [slot[1:] for slot in timed.slots] == [(0, 5), (5, 8), (8, 9), (8, 11), (11, 12)]
 
 

@@ -40,7 +40,7 @@ BOTH = mirrored(loop(2))
         (of("0F0/1F0 1B0"), r"rank 0: 0B0 \(or an I and a W\) is missing from its list of 1 op"),
         (of("0F0 0I0"), r"rank 0: 0W0 is missing from its list of 2"),
         (  # what rank 0 still holds at its end is not counted on rank 1
-            of("0F0 0F1 0B0/1F0 1B0 1F1 1B1", 2, held_limit=(2, 1)),
+            of("0F0 0F1 0B0/1F0 1B0 1F1 1B1", 2, activation_bound=(2, 1)),
             r"rank 0: 0B1 \(or an I and a W\) is missing from its list of 3",
         ),
         (of("0F0 0B0", 2), r"rank 0: 0F1 is missing from its list of 2"),
@@ -69,7 +69,7 @@ BOTH = mirrored(loop(2))
             r"rank 0, op 1 \(0B0\): a forward-only schedule has no backward",
         ),
         (
-            of("0F0 0F1 0B0 0B1", 2, held_limit=(1,)),
+            of("0F0 0F1 0B0 0B1", 2, activation_bound=(1,)),
             r"rank 0, op 1 \(0F1\): 2 chunk activations are held from here, more than the 1 prom",
         ),
         (
@@ -132,8 +132,14 @@ ZERO = {"recompute": frozenset({0})}
         (of("0F0 0I0 0R0 0W0", **ZERO), r"op 2 \(0R0\): the split backward began at op 1 already"),
         (of("0F0 0R0 0W0 0I0", **ZERO), r"op 2 \(0W0\): it needs 0I0 first, which is op 3"),
         (of("0F0 0R0", **ZERO), r"rank 0: 0B0 \(or an I and a W\) is missing"),
-        (of("0F0 0F1 0R0 0R1 0B0 0B1", 2, held_limit=(1,), **ZERO), r"op 3 \(0R1\): 2 chunk act"),
-        (of("0F0 0F1 0R0 0B1 0B0", 2, held_limit=(1,), **ZERO), r"op 3 \(0B1\): 2 chunk activ"),
+        (
+            of("0F0 0F1 0R0 0R1 0B0 0B1", 2, activation_bound=(1,), **ZERO),
+            r"op 3 \(0R1\): 2 chunk act",
+        ),
+        (
+            of("0F0 0F1 0R0 0B1 0B0", 2, activation_bound=(1,), **ZERO),
+            r"op 3 \(0B1\): 2 chunk activ",
+        ),
         (
             of("0F0 0B0", recompute=frozenset({1})),
             r"schedule x: recompute names stage 1; stages go from 0 to 0",
@@ -342,7 +348,7 @@ def test_every_order_of_a_tiny_schedule(schedule):
     """All permutations of every rank's list: the validator and the referee agree on each."""
     harmless = harmful = 0
     for orders in product(*(permutations(ops) for ops in schedule.ops)):
-        altered = replace(schedule, ops=tuple(map(packed, orders)), held_limit=None)
+        altered = replace(schedule, ops=tuple(map(packed, orders)), activation_bound=None)
         fine = play(altered) is None
         assert accepted(altered) == fine, to_csv(altered)
         harmless += fine

@@ -9,7 +9,7 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.memory import curve
 from megapipe.schedule.streams.excerpt import excerpt
 from megapipe.schedule.streams.load import load_stream
-from megapipe.schedule.streams.stream import Stream
+from megapipe.schedule.streams.stream import AsyncSchedule
 from megapipe.schedule.streams.times import window_times
 
 STREAMS = [
@@ -22,13 +22,13 @@ COST = Cost(F=3, I=2, W=2, update=1)
 
 
 @pytest.fixture(params=STREAMS, ids=lambda each: f"{each[1]}, p {each[2]} m {each[3]}")
-def stream(request: pytest.FixtureRequest) -> Stream:
+def stream(request: pytest.FixtureRequest) -> AsyncSchedule:
     order, weights, ranks, microbatches = request.param
     return load_stream(order, weights, ranks=ranks, microbatches=microbatches)
 
 
 def test_three_windows_of_a_long_run_have_all_that_is_in_flight_before_them(
-    stream: Stream,
+    stream: AsyncSchedule,
 ) -> None:
     cut = excerpt(stream, 1000, 499, 501)
     assert cut.whole.microbatches < 20 * stream.microbatches
@@ -42,7 +42,7 @@ def test_three_windows_of_a_long_run_have_all_that_is_in_flight_before_them(
         assert all((op.stage, op.microbatch) in backwards for op in listed[:alive])
 
 
-def test_a_window_lasts_as_long_as_one_of_the_steady_state(stream: Stream) -> None:
+def test_a_window_lasts_as_long_as_one_of_the_steady_state(stream: AsyncSchedule) -> None:
     cut = excerpt(stream, 1000, 499, 500 + max(1, stream.ahead))
     timeline = cut.simulated(COST)
     begin, end = cut.span(timeline, 1)
@@ -56,7 +56,7 @@ def test_a_window_lasts_as_long_as_one_of_the_steady_state(stream: Stream) -> No
         assert min(held) >= 0
 
 
-def test_at_the_ends_of_a_run_windows_are_those_that_there_are(stream: Stream) -> None:
+def test_at_the_ends_of_a_run_windows_are_those_that_there_are(stream: AsyncSchedule) -> None:
     windows = 9
     first, last = excerpt(stream, windows, 0, 1), excerpt(stream, windows, 7, 8)
     for cut in (first, last):

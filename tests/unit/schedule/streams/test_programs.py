@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.program import Action, Do
+from megapipe.schedule.program import Action, ActionKind
 from megapipe.schedule.streams.load import load_stream
-from megapipe.schedule.streams.programs import Part, Runs, run
-from megapipe.schedule.streams.stream import Stream
+from megapipe.schedule.streams.programs import ProgramSegment, Runs, run
+from megapipe.schedule.streams.stream import AsyncSchedule
 
 STREAMS = [
     ("1f1b", "stash", 4, 1, 0),
@@ -26,12 +26,12 @@ STREAMS = [
 
 
 @pytest.fixture(params=STREAMS, ids=lambda each: f"{each[1]}, p {each[2]} m {each[3]}")
-def stream(request: pytest.FixtureRequest) -> Stream:
+def stream(request: pytest.FixtureRequest) -> AsyncSchedule:
     order, weights, ranks, microbatches, advance = request.param
     return load_stream(order, weights, ranks=ranks, microbatches=microbatches, advance=advance)
 
 
-def actions(part: Part, window: int, size: int) -> list[Action]:
+def actions(part: ProgramSegment, window: int, size: int) -> list[Action]:
     """Those of a part, as they are in a whole run."""
     return [
         action._replace(
@@ -44,14 +44,18 @@ def actions(part: Part, window: int, size: int) -> list[Action]:
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3, 30])
-def test_the_parts_of_a_run_are_those_of_all_its_windows(stream: Stream, windows: int) -> None:
+def test_the_parts_of_a_run_are_those_of_all_its_windows(
+    stream: AsyncSchedule, windows: int
+) -> None:
     runs, whole = Runs(stream), run(stream, windows)
     assert runs.of(windows).fill == whole.fill
     for number in range(windows):
         assert runs.part(number, windows) == whole.segments[number], number
 
 
-def test_what_is_under_way_at_a_cut_is_sent_before_and_received_behind_it(stream: Stream) -> None:
+def test_what_is_under_way_at_a_cut_is_sent_before_and_received_behind_it(
+    stream: AsyncSchedule,
+) -> None:
     size, windows = stream.microbatches, 6
     made = run(stream, windows)
     sent: set[tuple[int, object]] = set()
@@ -61,9 +65,9 @@ def test_what_is_under_way_at_a_cut_is_sent_before_and_received_behind_it(stream
         for rank, part in enumerate(by_rank):
             for action in actions(part, window, size):
                 message = action.kind, action.stage, action.microbatch
-                if action.do == Do.SEND:
+                if action.do == ActionKind.SEND:
                     sent.add((action.peer, message))
-                elif action.do == Do.RECV:
+                elif action.do == ActionKind.RECV:
                     received.add((rank, message))
         told = {
             (rank, (each.message.kind, each.message.stage, number * size + each.message[2]))
@@ -105,7 +109,7 @@ def test_where_stages_agree_both_ends_of_a_message_name_one_version() -> None:
         for window, by_rank in [(0, run.fill), *enumerate(run.segments)]:
             for part in by_rank:
                 for action, read in zip(part.program.actions, part.reads, strict=True):
-                    if action.do != Do.COMPUTE:
+                    if action.do != ActionKind.COMPUTE:
                         k = window * 4 + action.microbatch
                         ends[action.kind, action.stage, k].add(max(0, window + read.version))
                 for _, message, read in part.under_way:

@@ -12,9 +12,9 @@ import pytest
 from megapipe.errors import ScheduleError
 from megapipe.schedule.ir import Kind, Op, Read, Schedule, pack, packed, unpack
 from megapipe.schedule.proof.validate import validate
-from megapipe.schedule.streams.meetings import check_meetings
+from megapipe.schedule.streams.meetings import check_shared_updates
 from megapipe.schedule.streams.orders import build
-from megapipe.schedule.streams.policies import ALTERNATING, POLICIES, Lists, Policy, policy
+from megapipe.schedule.streams.policies import ALTERNATING, POLICIES, Lists, VersionPolicy, policy
 from megapipe.schedule.streams.stream import finite, stream
 from megapipe.schedule.text import from_csv, to_csv
 from tests.unit.schedule.streams.version_game import play_versions
@@ -202,12 +202,12 @@ def test_ranks_of_a_stage_that_meet_must_not_wait_for_each_other() -> None:
     waits for rank 2, and that for a backward behind the forward."""
     given = stream(build("1f1b_rr", 4, 6, replicas=[1, 2, 1]), policy("double_buffer"))
     schedule = finite(given, 3)
-    check_meetings(schedule)
+    check_shared_updates(schedule)
     for forward in ("2F6", "2F7", "2F8"):
         schedule = changed(schedule, 3, moving(forward, "2B5"))
     validate(schedule)
     with pytest.raises(ScheduleError, match=r"rank 1 at 1F8, rank 2 at 1B5, rank 3 at 2F8 wait"):
-        check_meetings(schedule)
+        check_shared_updates(schedule)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_windows_that_are_not_alike_are_refused(turns: int, said: str) -> None:
         return Read(max(0, lists.newest(forward) - older))
 
     with pytest.raises(ScheduleError, match=rf"weights odd: rank 0, {said}"):
-        stream(build("1f1b", 2, 2), Policy("odd", odd))
+        stream(build("1f1b", 2, 2), VersionPolicy("odd", odd))
 
 
 def test_updates_without_windows() -> None:

@@ -20,7 +20,7 @@ from megapipe.schedule.streams.ledger import staleness
 from megapipe.schedule.streams.meetings import play
 from megapipe.schedule.streams.orders import build
 from megapipe.schedule.streams.policies import POLICIES, Lists, policy
-from megapipe.schedule.streams.stream import Stream, finite, stream
+from megapipe.schedule.streams.stream import AsyncSchedule, finite, stream
 from megapipe.schedule.streams.times import window_times
 from megapipe.schedule.timing.simulate import simulate
 from tests.parity.marks import in_parts
@@ -29,7 +29,9 @@ LEADS = {"1f1b": 1, "eager_1f1b": 2}
 ORDERED = [(name, order) for name, each in POLICIES.items() for order in each.orders]
 
 
-def make(order: str, weights: str, p: int, m: int, advance: int = 0, **options: str) -> Stream:
+def make(
+    order: str, weights: str, p: int, m: int, advance: int = 0, **options: str
+) -> AsyncSchedule:
     return stream(build(order, p, m, advance=advance), policy(weights, **options))
 
 

@@ -4,17 +4,17 @@ from fractions import Fraction
 
 from hypothesis import strategies as st
 
-from megapipe.schedule.cost import Cost, Leaving
+from megapipe.schedule.cost import Cost, GradBucket
 from megapipe.schedule.data_parallel import ReplicaPolicy
 
 
 @st.composite
-def leaving(draw) -> tuple[Leaving, ...]:
+def leaving(draw) -> tuple[GradBucket, ...]:
     """Pieces of a stage's reduction."""
     parts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     times = sorted(draw(st.tuples(*[st.fractions(0, 1, max_denominator=6)] * (len(parts) - 1))))
     shares = [Fraction(part, sum(parts)) for part in parts]
-    return tuple(map(Leaving, [*times, 1], shares))
+    return tuple(map(GradBucket, [*times, 1], shares))
 
 
 @st.composite

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy, for_zero
+from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy, with_zero_actions
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.lower import lower
-from megapipe.schedule.program import Action, Do, Program
+from megapipe.schedule.program import Action, ActionKind, Program
 from megapipe.schedule.timing.data_parallel import Interval
 from tests.unit.schedule.token_game import home_of
 
@@ -86,18 +86,18 @@ class Clocks:
         groups = grouped(self.schedule, self.programs[rank], self.policy)
         if self.policy.zero < 3:
             for action in (action for first, _, _ in groups for action in first):
-                if action.do == Do.AWAIT:
+                if action.do == ActionKind.WAIT_WEIGHTS:
                     there[action.stage] = self._collective("gather", action.stage, rank, 0)
         behind = None  # a stage for whose other holders the lane waits
         for first, ops, last in groups:
             for action in first:
                 while behind is not None and rank in self._come[behind]:
                     yield
-                if action.do == Do.UNSHARD:
+                if action.do == ActionKind.UNSHARD:
                     there[action.stage] = self._collective("gather", action.stage, rank, now)
-                elif action.do == Do.AWAIT:
+                elif action.do == ActionKind.WAIT_WEIGHTS:
                     now = max(now, there[action.stage])
-                elif action.do == Do.OPEN:
+                elif action.do == ActionKind.ALLOC_GRADS:
                     now = max(now, reduced.get(action.stage, 0), *under_way[:-1])
             while None in (arrivals := [self._arrival(op) for op in ops]):
                 yield
@@ -171,7 +171,7 @@ def grouped(
 ) -> list[tuple[list[Action], list[Op], list[tuple[Action, Op | None]]]]:
     """A rank's program: its operations, joined ones together, each group with what comes before it
     and the reductions after it, with the operation before each."""
-    (whole,) = for_zero(
+    (whole,) = with_zero_actions(
         [program],
         schedule,
         policy,
@@ -180,7 +180,7 @@ def grouped(
     groups: list[tuple[list[Action], list[Op], list[tuple[Action, Op | None]]]] = []
     first: list[Action] = []
     for action in whole.actions:
-        if action.do == Do.COMPUTE:
+        if action.do == ActionKind.COMPUTE:
             op = next(ops)
             assert op[:4] == action[1:5]
             if groups and groups[-1][1] and groups[-1][1][-1].joined:
@@ -189,10 +189,10 @@ def grouped(
             else:
                 groups.append((first, [op], []))
             first = []
-        elif action.do == Do.REDUCE:
+        elif action.do == ActionKind.REDUCE:
             if not groups:  # a rank that computes nothing
                 groups.append(([], [], []))
             groups[-1][2].append((action, groups[-1][1][-1] if groups[-1][1] else None))
-        elif action.do not in (Do.SEND, Do.RECV):
+        elif action.do not in (ActionKind.SEND, ActionKind.RECV):
             first.append(action)
     return groups

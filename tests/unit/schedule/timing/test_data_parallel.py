@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.cost import Cost, Leaving
+from megapipe.schedule.cost import Cost, GradBucket
 from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import build, forward_only
-from megapipe.schedule.holders import meetings
+from megapipe.schedule.holders import shared_reductions
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import Placement, loop, mirrored
 from megapipe.schedule.search import search
@@ -155,7 +155,7 @@ def test_a_holder_that_computes_nothing_takes_part():
     }
 
 
-HALVES = ((Leaving(Fraction(1, 2), Fraction(3, 4)), Leaving(1, Fraction(1, 4))),)
+HALVES = ((GradBucket(Fraction(1, 2), Fraction(3, 4)), GradBucket(1, Fraction(1, 4))),)
 
 
 def test_pieces_leave_within_the_last_operation_that_adds_to_them():
@@ -173,10 +173,10 @@ def test_pieces_leave_within_the_last_operation_that_adds_to_them():
     "buckets",
     [
         ((),),
-        ((Leaving(1, Fraction(1, 2)),),),
-        ((Leaving(1, Fraction(1, 2)), Leaving(Fraction(1, 2), Fraction(1, 2))),),
-        ((Leaving(0, Fraction(1, 2)), Leaving(Fraction(1, 2), Fraction(1, 2))),),
-        ((Leaving(1, 1),),) * 2,
+        ((GradBucket(1, Fraction(1, 2)),),),
+        ((GradBucket(1, Fraction(1, 2)), GradBucket(Fraction(1, 2), Fraction(1, 2))),),
+        ((GradBucket(0, Fraction(1, 2)), GradBucket(Fraction(1, 2), Fraction(1, 2))),),
+        ((GradBucket(1, 1),),) * 2,
     ],
 )
 def test_pieces_that_make_no_sense_are_refused(buckets):
@@ -205,7 +205,7 @@ def test_reductions_are_as_early_as_their_lane_allows(schedule, data):
         for op, end in ops:
             if op.kind in (Kind.B, Kind.W):
                 ready[op.stage] = max(end, ready.get(op.stage, 0))
-    for rank, shared in enumerate(meetings(schedule)):
+    for rank, shared in enumerate(shared_reductions(schedule)):
         for done, stage in shared:
             come = timeline.ends[rank][done - 1] if done else 0
             ready[stage] = max(come, ready[stage])

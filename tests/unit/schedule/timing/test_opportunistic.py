@@ -32,7 +32,7 @@ def test_what_was_run_is_a_valid_order_of_the_same_operations(name):
     run = deviate(schedule, Cost(latency=1, jitter=0.3), window=6).schedule
     assert run.ops != schedule.ops
     assert [sorted(ops) for ops in run.ops] == [sorted(ops) for ops in schedule.ops]
-    assert validate(replace(run, held_limit=None)).bitwise_order
+    assert validate(replace(run, activation_bound=None)).bitwise_order
 
 
 @pytest.mark.parametrize("latency", [0, 1])

@@ -156,7 +156,7 @@ def test_rounds_leave_nothing_or_what_deadlocks():
         dependencies = Dependencies(schedule)
         front = Wavefront(dependencies, schedule.ops)
         made = np.full(dependencies.slots, -1)
-        made[dependencies.there] = 0
+        made[dependencies.always_ready] = 0
         assert front.left
         for _, places, _ in front.rounds(made):
             made[front.make[places]] = 0

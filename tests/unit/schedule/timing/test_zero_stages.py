@@ -8,12 +8,12 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.data_parallel import ReplicaPolicy, for_zero
+from megapipe.schedule.data_parallel import ReplicaPolicy, with_zero_actions
 from megapipe.schedule.generators import build, forward_only, names
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import Placement, loop, mirrored
-from megapipe.schedule.program import Do
+from megapipe.schedule.program import ActionKind
 from megapipe.schedule.search import search
 from megapipe.schedule.timing.data_parallel import Interval
 from megapipe.schedule.timing.idle import idle
@@ -167,7 +167,7 @@ def actions_of(schedule, policy):
     """By (what, stage, rank), from the programs that the executor runs."""
     return Counter(
         (action.do, action.stage, program.rank)
-        for program in for_zero(
+        for program in with_zero_actions(
             lower(schedule),
             schedule,
             policy,
@@ -190,11 +190,11 @@ def test_every_schedule(schedules, zero, prefetch):
     for schedule in schedules:
         timeline, placement = simulate(schedule, cost, policy), schedule.placement
         actions = actions_of(schedule, policy)
-        begin = Do.UNSHARD if zero == 3 else Do.AWAIT
+        begin = ActionKind.UNSHARD if zero == 3 else ActionKind.WAIT_WEIGHTS
         gathers = Counter((each.stage, each.rank) for each in timeline.gathers)
         assert gathers == {k[1:]: n for k, n in actions.items() if k[0] == begin}
         reductions = Counter((each.stage, each.rank) for each in timeline.reductions)
-        assert reductions == {k[1:]: n for k, n in actions.items() if k[0] == Do.REDUCE}
+        assert reductions == {k[1:]: n for k, n in actions.items() if k[0] == ActionKind.REDUCE}
         shared = [s for s in range(placement.stages) if len(placement.holders(s)) > 1]
         if not schedule.forward_only:
             assert all(reductions[s, rank] == 1 for s in shared for rank in placement.holders(s))
