@@ -152,9 +152,9 @@ def keys_within(config: type[Section]) -> Sequence[tuple[str, type[Section], str
 
 @cache
 def documentation(section: type[Section]) -> Mapping[str, str]:
-    """The docstring under each field, by the field's name, in one line.
+    """Return the docstring under each field, by the field's name, in one line.
 
-    It is read off the source when somebody asks for it: pydantic would do so at every start.
+    The source is read when somebody asks for it: pydantic would do so at every start.
     """
     (tree,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(tree, ast.ClassDef)

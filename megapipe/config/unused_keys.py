@@ -80,7 +80,7 @@ def refuse_unused(
 
 
 def given(section: Any, keys: Iterable[str]) -> list[str]:
-    """Those of `keys` that have another value than their default."""
+    """List the `keys` that have another value than their default."""
     return [key for key in keys if _value(section, key) != _default(section, key)]
 
 

@@ -174,7 +174,8 @@ class Pipeline:
             executors[0].run(microbatches)
 
     def records(self) -> list[Record]:
-        """The last recorded step of all pipeline ranks, on processes of the first; else empty."""
+        """Gather the last recorded step of all pipeline ranks on the processes of the first; other
+        processes return an empty list."""
         own = json.dumps([recorder.record() for recorder in self._recorders])
         return [
             Record.of(values) for text in self.mesh.gather(own, "pp") for values in json.loads(text)

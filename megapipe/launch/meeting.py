@@ -124,7 +124,7 @@ class ElasticRendezvous(RendezvousHandler):
         pass
 
     def num_nodes_waiting(self) -> int:
-        """None that torchrun's agent is to take in by ending the ranks; see
+        """Return 0: torchrun's agent is to end no ranks for a node that comes; see
         :meth:`nodes_waiting`."""
         return 0
 
@@ -343,8 +343,7 @@ class ElasticRendezvous(RendezvousHandler):
         )
 
     def _ask(self, call: Callable[[Store], T]) -> T:
-        """The store's answer; raises :class:`NoAnswer` where it gives none, as it may do for
-        ever."""
+        """Return the store's answer; raises :class:`NoAnswer` where it gives none."""
         store = self._store
         assert store is not None
         return call_with_timeout(ANSWER_S, lambda: call(store))

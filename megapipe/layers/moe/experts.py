@@ -213,12 +213,12 @@ class RoutedExperts(nn.Module):
         return 0 if self.places is None else self.places.replicas_per_rank
 
     def weights(self, chunks: Sequence[ExpertChunk]) -> Prefetch[ExpertWeights]:
-        """The weights of the experts that are computed here."""
+        """Return the weights of the experts that are computed here."""
         parameters = self.up, self.up_bias, self.down, self.down_bias
         return self.dispatcher.weights(parameters, chunks, self.places, adds_bias=self.first)
 
     def grads(self, chunks: Sequence[ExpertChunk]) -> ExpertGrads:
-        """Where their gradients are added."""
+        """Return what adds up the gradients of the experts that are computed here."""
         return self.dispatcher.grads(chunks, self.places)
 
     def up_projection(self, of: ExpertWeights, ends: Sequence[int], x: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ class PaddedPermutation(Permutation):
     def at_capacity(
         cls, choice: Tensor, told: ExpertCounts, of_each: int, chunks: int
     ) -> PaddedPermutation:
-        """Those of what :func:`~megapipe.layers.moe.routing.route_tokens` found, in the order of
-        chunks, of experts, of sequences and of positions."""
+        """Make the rows of the choices that :func:`~megapipe.layers.moe.routing.route_tokens`
+        found, in the order of chunks, of experts, of sequences and of positions."""
         experts = torch.arange(len(told.by_rank[0]), device=choice.device)
         order = (experts % of_each * chunks // of_each).argsort(stable=True)
         turn = torch.empty_like(order).scatter_(0, order, experts)
